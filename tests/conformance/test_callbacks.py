@@ -64,15 +64,6 @@ def test_callbacks_by_position(pool):
     assert got == [3, [4], [2]]
 
 
-def test_every_call_has_its_callback(pool):
-    """A thousand callbacks run once each, each with its own value."""
-    got: list[int] = []
-    results = [pool.apply_async(work.same, (i,), callback=got.append) for i in range(1000)]
-    for result in results:
-        result.wait()
-    assert sorted(got) == list(range(1000))
-
-
 @pytest.fixture
 def reports(monkeypatch, caplog):
     """A function that returns exceptions which have reached an exception hook or the log since."""

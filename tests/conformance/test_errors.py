@@ -14,13 +14,6 @@ from support import work
 from support.kinds import STDLIB
 
 
-def test_exceptions_arrive_as_they_are(pool):
-    """The caller gets the task's exception with its class and arguments."""
-    with pytest.raises(KeyError) as caught:
-        pool.apply(work.fail, ("key",))
-    assert type(caught.value) is KeyError and caught.value.args == ("key",)
-
-
 def test_the_workers_traceback_is_the_cause(process_kind, make_pool):
     """The cause of the exception shows the worker's traceback."""
     pool = make_pool(process_kind, 1)
@@ -212,18 +205,6 @@ def test_task_not_picklable_says_what_to_do(process_kind, make_pool):
         pool.apply(work.same, (threading.Lock(),))
     assert isinstance(caught.value, pickle.PicklingError)
     assert "lock" in str(caught.value)
-
-
-@pytest.mark.xpool_only
-def test_errors_are_not_shared(pool):
-    """Two tasks that fail with the same error get two exception objects."""
-    results = [pool.apply_async(work.fail, ("x",)) for _ in range(2)]
-    errors = []
-    for result in results:
-        with pytest.raises(KeyError) as caught:
-            result.get()
-        errors.append(caught.value)
-    assert errors[0] is not errors[1]
 
 
 @pytest.mark.xpool_only

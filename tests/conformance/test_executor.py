@@ -67,16 +67,6 @@ def test_submit(executor):
     assert failed.done() and not failed.running() and not failed.cancelled()
 
 
-def test_as_completed_and_wait(executor):
-    """`as_completed` and `wait` of `concurrent.futures` accept these futures."""
-    made = {executor.submit(work.square, n): n for n in range(20)}
-    assert all(isinstance(future, futures.Future) for future in made)
-    for future in futures.as_completed(made, timeout=WAIT):
-        assert future.result() == made[future] ** 2
-    done, pending = futures.wait(made, timeout=WAIT)
-    assert done == set(made) and not pending
-
-
 def test_callbacks(executor):
     """A callback receives its future. It also runs if the future is already done."""
     future, seen = executor.submit(work.square, 3), threading.Event()

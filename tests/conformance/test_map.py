@@ -56,12 +56,6 @@ def test_starmap_takes_any_iterable_as_item(pool):
     assert pool.starmap(work.add, [[1, 2], (3, 4), "ab"]) == [3, 7, "ab"]
 
 
-def test_async_versions(pool):
-    """`map_async` and `starmap_async` return results with a `get` method."""
-    assert pool.map_async(work.square, range(10)).get() == [i * i for i in range(10)]
-    assert pool.starmap_async(work.add, [(1, 2), (3, 4)]).get() == [3, 7]
-
-
 @pytest.mark.parametrize("chunksize", [None, 1, 5])
 def test_empty_input(pool, chunksize):
     """An empty input gives an empty list."""

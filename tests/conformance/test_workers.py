@@ -23,16 +23,6 @@ def _forget():
     work.initialised.clear()
 
 
-def occupy(pool, mailbox, gate, workers, modules=()):
-    """Give every worker one task at the same time. Return the results."""
-    results = [
-        pool.apply_async(work.meet, (mailbox.path, gate.path, modules)) for _ in range(workers)
-    ]
-    mailbox.lines(workers)
-    gate.open(workers)
-    return [r.get() for r in results]
-
-
 # Initializers ------------------------------------------------------------------------------------
 
 
@@ -338,7 +328,10 @@ def modules(request, warm):
 
 def _streams(make_pool, mailbox, gate, kind, modules, **options):
     pool = make_pool(kind, 2, **options)
-    drawn = occupy(pool, mailbox, gate, 2, modules)
+    results = [pool.apply_async(work.meet, (mailbox.path, gate.path, modules)) for _ in range(2)]
+    mailbox.lines(2)
+    gate.open(2)
+    drawn = [result.get() for result in results]
     assert len({pid for pid, _ in drawn}) == 2
     pool.terminate()
     pool.join()
