@@ -9,14 +9,13 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, Sampler
 
+from support import work
+
 
 def die_once(flag: Any) -> None:
     """Kill this process, unless the file ``flag`` exists."""
-    try:
-        os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return
-    os.kill(os.getpid(), signal.SIGKILL)
+    if work.first(flag):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def initialize(worker: int) -> None:

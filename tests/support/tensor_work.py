@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from support import work
 from support.work import nothing, pid, post_and_gate, same
 
 __all__ = ["nothing", "pid", "post_and_gate", "same"]
@@ -124,12 +125,9 @@ def spoil_and_die(flag: str, tensor: Any) -> int:
     """At the first call write to the tensor and die; later return the sum."""
     found = int(tensor.sum())
     tensor.zero_()
-    try:
-        os.close(os.open(flag, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    except FileExistsError:
-        return found
-    os.kill(os.getpid(), signal.SIGKILL)
-    return -1
+    if work.first(flag):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
 
 
 def spoil_pair_and_die(pair: tuple[str, Any]) -> int:

@@ -471,6 +471,7 @@ def stop_self(box: str) -> None:
 def first(flag: str) -> bool:
     """Whether this is the first call with this path, in any process."""
     try:
+        # With O_EXCL only one of several processes makes the file (open(2)).
         os.close(os.open(flag, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         return False
@@ -505,11 +506,7 @@ def end_or_return(how: str, bad: Any, log: str, x: Any) -> Any:
 
 
 def end_once(how: str, flag: str, x: Any = None) -> Any:
-    """If the flag file does not exist, make it and end in the given way; otherwise return `x`."""
-    try:
-        # With O_EXCL only one of several processes makes the file (open(2)).
-        os.close(os.open(flag, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    except FileExistsError:
-        return x
-    end(how)
-    return None
+    """End in the given way at the first call with this flag; later return `x`."""
+    if first(flag):
+        end(how)
+    return x
