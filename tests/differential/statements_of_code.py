@@ -263,14 +263,6 @@ blended~ = functools.partial(blend~, 10, table=table~)
 > table~['more'] = 2
 > blended~ = functools.partial(blend~, 100, table=table~)
 %names blended~ %gives table~
-= function: cached
-import functools
-@functools.lru_cache(maxsize=None)
-def slow~(n):
-    return n + 7
-slow~(1)
-? slow~(x)
-> slow~(2)
 = function: contents of a cache
 import functools
 @functools.cache
@@ -472,13 +464,6 @@ import mimetypes
 import xpool
 xpool.everywhere(mimetypes.add_type, "text/x-kind~", ".kind~")
 ? mimetypes.guess_type('a.kind~')[0]
-= class: sentinels that are passed
-MISSING~ = object()
-marks~ = {"key": MISSING~}
-holders~ = [marks~]
-is_default~ = lambda one=MISSING~: one is MISSING~
-? holders~[0] is marks~, marks~['key'] is MISSING~, is_default~()
-%after pool.apply(lambda one: (one is MISSING~, one), (MISSING~,)) == (True, MISSING~)
 = class: reduced to the name of a global
 class Absent~:
     only = None
@@ -683,10 +668,12 @@ class Asks~:
         return *found, self.kind is unset~
 def set_to~(a=unset~, b=gone~):
     return a is unset~, b is gone~
-asks~ = Asks~()
+asks~, marks~ = Asks~(), {"key": mark~}
+is_default~ = lambda one=mark~: one is mark~ is marks~["key"]
+? is_default~()
 ? asks~.use(), Asks~().use(), set_to~(), set_to~(*asks~.given[:2]), type(unset~) is Unset~
 > asks~.more, unset~ = 1, Unset~()
-%names unset~
+%names unset~ %after pool.apply(lambda one: (one is mark~, one), (mark~,)) == (True, mark~)
 %file own_unset~.py
 class Unset:
     pass

@@ -106,15 +106,6 @@ for place, n in [("in", 2), ("out", 3), ("in", 4)]:
 > tally~['up'][0] += 1
 > tally~.pop('out', None)
 %gives tally~
-= config: number in a module
-import own_rates~
-? own_rates~.RATE, own_rates~.doubled()
-> own_rates~.RATE = 5
-> setattr(own_rates~, 'RATE', own_rates~.RATE + 1)
-%file own_rates~.py
-RATE = 1
-def doubled():
-    return 2 * RATE
 = config: namespace imported by name
 from own_opts~ import opts as opts~, depth_of as depth_of~
 ? opts~.depth, depth_of~(), sorted(vars(opts~))
@@ -132,6 +123,7 @@ from own_parts~ import core as core~
 from own_parts~.shapes import area as area~
 ? core~.scaled(x), area~(2)
 > core~.FACTOR = 7
+> setattr(core~, 'FACTOR', core~.FACTOR + 1)
 > core~.TABLE['more'] = 1
 %file own_parts~/__init__.py
 %file own_parts~/core.py

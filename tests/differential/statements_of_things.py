@@ -560,11 +560,8 @@ def method~(name, text):
     space = {"__name__": own_defs~.__name__}
     exec(compile("class Box:\n    " + text, own_defs~.__file__, "exec"), space)
     setattr(own_defs~.Box, name, vars(space["Box"])[name])
-? own_defs~.scaled(x), own_defs~.keyed(x), own_defs~.counted(x), first~(x)
+? own_defs~.scaled(x), first~(x)
 ? own_defs~.used(x), Box~().go()
-> own_defs~.scaled.__defaults__ = (5,)
-> own_defs~.keyed.__kwdefaults__ = {'by': 5}
-> own_defs~.counted.calls = 5
 > own_defs~.scaled.__code__ = (lambda x, by: x + by).__code__
 > make~('def scaled(x, by=1): return -x * by')
 > exec('def scaled(x, by=1): return twice(x) - 1', vars(own_defs~))
@@ -579,10 +576,6 @@ def method~(name, text):
 %file own_defs~.py
 def scaled(x, by=1):
     return x * by
-def keyed(x, *, by=1):
-    return x * by
-def counted(x):
-    return x, getattr(counted, "calls", 0)
 def twice(x):
     return 2 * x
 def removed(x):
