@@ -140,22 +140,12 @@ def lazily(family: str, *modules: str) -> None:
 # Reducers that apply to subclasses, too, unless a nearer base has one.
 FOR_SUBCLASSES: dict[type, Reducer] = {}
 
-# xpool's own functions that rebuild objects, with their names, which are in many messages.
-BUILDERS: dict[Callable[..., Any], str] = {}
-
 
 def set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
     """Restore the attributes of an object, even if its class has ``__setstate__``."""
     obj.__dict__.update(attributes)
 
 
-def builder(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Register a function of this package that is always pickled by name."""
-    BUILDERS[function] = function.__name__
-    return function
-
-
-@builder
 def of_module(module: str, name: str, kind: type | None = None) -> Any:
     """Return a global of a module.
 

@@ -22,7 +22,7 @@ from xpool._pickling.by_value.names import ATOMS
 from xpool._pickling.diagnose import say_where
 from xpool._pickling.frame import ALIGN, PLAIN
 from xpool._pickling.pickler import encode_alone
-from xpool._pickling.reducers import Context, builder, in_place, register
+from xpool._pickling.reducers import Context, in_place, register
 from xpool._python.interrupt import by_handler
 from xpool.errors import TaskNotPicklable, XPoolError
 from xpool.pickle import decode
@@ -319,7 +319,6 @@ def _reduce(pickler: Context, obj: SharedList[Any] | SharedDict[Any, Any]) -> An
     return _opened, (in_place(pickler, token), type(obj), *store.facts)
 
 
-@builder
 def _opened(
     token: Any, kind: type, file: File, mark: bytes, end: int, sizes: Any, names: set[Key]
 ) -> Any:

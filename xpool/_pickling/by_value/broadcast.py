@@ -26,7 +26,7 @@ from xpool._memory.layout import LARGE
 from xpool._pickling import Key
 from xpool._pickling.frame import Layout, pools
 from xpool._pickling.pickler import decode
-from xpool._pickling.reducers import Context, builder, in_place, register
+from xpool._pickling.reducers import Context, in_place, register
 from xpool._python.worker_local import WorkerLocal
 from xpool.errors import TaskNotPicklable
 
@@ -197,7 +197,6 @@ class Objects:
         return file.stamps[number] == name >> 32 and bool(file.holds(0)[number])
 
 
-@builder
 def open_broadcast(buffer: Any, pool: str, token: int | None, place: Any, nbytes: int) -> Any:
     """Return the object of a reference.  Only workers of the pool can load it."""
     objects = Objects.here.get()

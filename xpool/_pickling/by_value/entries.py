@@ -11,7 +11,7 @@ from xpool._pickling import Key
 from xpool._pickling.by_value.origin import owner_of
 from xpool._pickling.by_value.registered_calls import CALLS
 from xpool._pickling.pickler import Pickled, write_group
-from xpool._pickling.reducers import Group, builder
+from xpool._pickling.reducers import Group
 
 (
     SETTINGS, IMPORTS, MODULE, FUNCTION, CLASS, VALUES, PLACED, REFUSED, LEFT_NONE, REMOVED, CALL,
@@ -94,7 +94,6 @@ class _Attribute:
         return early_attribute, (*self._key, self._value)
 
 
-@builder
 def early_attribute(module: str, path: str, value: Any) -> Any:
     owner, name = owner_of((module, path)), path.rpartition(".")[2]
     if isinstance(owner, type) and vars(owner).get(name, owner) is None:

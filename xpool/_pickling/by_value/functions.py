@@ -49,7 +49,6 @@ from xpool._pickling.reducers import (
     LAZY,
     Context,
     Refused,
-    builder,
     register,
     set_attributes,
 )
@@ -384,7 +383,6 @@ def _make_module(kind: type[ModuleType], name: str) -> ModuleType:
     return module
 
 
-@builder
 def sent_module(name: str) -> Any:
     found = find_module(name)
     if found is None:

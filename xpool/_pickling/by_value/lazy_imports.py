@@ -11,13 +11,10 @@ import gc
 import types
 from typing import Any
 
-from xpool._pickling.reducers import builder
-
 _KIND: type = types.LazyImportType  # type: ignore[attr-defined]
 _REPR = "<lazy_import '", "'>"
 
 
-@builder
 def lazy_import(module: str, name: str) -> Any:
     """Return the object of ``lazy import module``, or of ``lazy from module import name``."""
     statement = f"lazy from {module} import {name} as it" if name else f"lazy import {module}"

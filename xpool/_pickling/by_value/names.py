@@ -26,7 +26,7 @@ from xpool._pickling.by_value.origin import (
     origins,
     with_origin,
 )
-from xpool._pickling.reducers import BUILDERS, Context, Reducer, builder
+from xpool._pickling.reducers import Context, Reducer
 from xpool._python.interrupt import pass_on
 
 ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None), type(...)})
@@ -80,8 +80,6 @@ def by_name(reduce: Reducer) -> Reducer:
 
     def reduce_by_name(pickler: Context, obj: Any) -> Any:
         is_function = type(obj) is FunctionType
-        if is_function and obj in BUILDERS:
-            return BUILDERS[obj]
         module = obj.__module__
         path = getattr(obj, "__qualname__", None) or obj.__name__
         here = with_origin.get(module)  # another thread writes the origin first
@@ -207,7 +205,6 @@ def _for_program(obj: Any, module: str, path: str) -> Any:
     return path if module == "__main__" else (_get, (module, path))
 
 
-@builder
 def of_program(token: str, module: str, path: str) -> Any:
     """Return the class that this program has sent with a token.
 
@@ -233,7 +230,6 @@ def script_top() -> Any:  # imported late, because few workers send, and it impo
     return import_module("xpool._pickling.by_value.script_top")
 
 
-@builder
 def original_of(module: str, name: str) -> Any:
     """Return what the import of an installed module makes under a name."""
     there = _get(module, name)

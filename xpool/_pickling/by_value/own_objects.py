@@ -18,7 +18,7 @@ from xpool._pickling.by_value.by_token import make_object, reduce_object
 from xpool._pickling.by_value.names import found_by_name
 from xpool._pickling.by_value.origin import IMPORTED, INSTALLED, SENT, has_no_state, origin_of
 from xpool._pickling.by_value.reads import in_python, required_of
-from xpool._pickling.reducers import NEW, Context, builder, is_message
+from xpool._pickling.reducers import NEW, Context, is_message
 
 
 def _reduce_own(pickler: Context, obj: Any) -> Any:
@@ -112,7 +112,6 @@ def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
         object.__setattr__(obj, name, value)
 
 
-@builder
 def set_state(obj: Any, state: Any) -> None:
     """Set the attributes and slots of an object, as `pickle` does where no ``__setstate__`` is."""
     attributes, slots = state if type(state) is tuple else (state, None)
@@ -124,7 +123,6 @@ def set_state(obj: Any, state: Any) -> None:
 _USES_NEW = ("__getstate__", "__setstate__")
 
 
-@builder
 def empty_object(kind: Any, *args: Any) -> Any:
     """Make an object by the ``__new__`` of the first base in C."""
     return _base_in_c(kind).__new__(kind, *args)
@@ -184,7 +182,6 @@ def _reduce_content(obj: Any, base: Any) -> Any:
     return empty_object, (type(obj),), (state, base, args), None, None, set_content
 
 
-@builder
 def set_content(obj: Any, state: tuple[Any, Any, Any]) -> None:
     attributes, base, args = state
     set_state(obj, attributes)

@@ -70,7 +70,6 @@ from xpool._pickling.by_value.reads import classes_of
 from xpool._pickling.by_value.registered_calls import CALLS, package_of, registered
 from xpool._pickling.by_value.standard import is_generator
 from xpool._pickling.pickler import decode
-from xpool._pickling.reducers import builder
 from xpool._python import at_fork
 from xpool._python.import_hooks import when_imported
 from xpool._python.interrupt import pass_on, uninterrupted
@@ -105,7 +104,6 @@ after_calls: list[Callable[[], object]] = []
 """Functions to call after calls that every worker makes, for example to seed generators again."""
 
 
-@builder
 def prepare(state: bytes, *buffers: Any) -> None:
     """Set what a message needs.  It is called at the beginning of the message's pickle."""
     here = _incoming

@@ -32,7 +32,6 @@ from xpool._pickling.reducers import (
     LAZY,
     NEW,
     Context,
-    builder,
     is_message,
     register,
 )
@@ -76,12 +75,10 @@ def _reduce(pickler: Context, obj: Any) -> Any:
     return own_generator, (kind.__module__, kind.__name__, ".".join(key))
 
 
-@builder
 def package_generator(module: str) -> Any:
     return _OF_PACKAGES[module](import_module(module))
 
 
-@builder
 def own_generator(module: str, kind: str, name: str) -> Any:
     """Return a new generator, with a seed for this worker and name."""
     import random  # few programs have such a global
@@ -116,7 +113,6 @@ def _reduce_stream(pickler: Context, obj: Any) -> Any:
     return NotImplemented
 
 
-@builder
 def standard_stream(name: str, binary: bool) -> Any:
     stream = getattr(sys, name)
     return stream.buffer if binary else stream
@@ -165,7 +161,6 @@ def _reduce_variable(pickler: Context, var: Any) -> Any:
     return context_variable, (registry.token_of(var), var.name, given, state)
 
 
-@builder
 def context_variable(token: str, name: str, default: tuple[Any, ...], state: Any) -> Any:
     options = {"default": default[0]} if default else {}
     var = registry.shell(token, lambda: contextvars.ContextVar(name, **options))
@@ -192,7 +187,6 @@ def _lazy_logging() -> None:
     FOR_SUBCLASSES[logging.Logger] = reduce
 
 
-@builder
 def own_logger(kind: Any, name: str) -> Any:
     import logging
 
@@ -221,7 +215,6 @@ def _reduce_weak(pickler: Context, obj: Any) -> Any:
     return type(obj), (), items, None, None, _fill_weak
 
 
-@builder
 def weak_reference(obj: Any) -> Any:
     if obj is None:
         return weakref.ref(weakref.WeakSet())  # to an object that is gone
@@ -238,12 +231,10 @@ def _reduce_proxy(pickler: Context, proxy: Any) -> Any:
     return NotImplemented if pickler.group is None else (weak_proxy, (proxy.__init__.__self__,))
 
 
-@builder
 def weak_proxy(obj: Any) -> Any:
     return weakref.proxy(obj, partial(_keep, obj))
 
 
-@builder
 def _fill_weak(obj: Any, items: list[Any]) -> None:
     obj.update(items)
     obj.__dict__["_kept"] = items
@@ -263,7 +254,6 @@ _OF_NEW = ("__reduce__", "__new__")
 _OF_STATE = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 
 
-@builder
 def _show_items(obj: Any, _: bool) -> None:
     object.__setattr__(obj, "__dict__", obj)
 
@@ -285,7 +275,6 @@ def _reduce_defaultdict(pickler: Context, obj: Any) -> Any:
     return NEW, (kind,), state, None, iter(dict.items(obj)), _set_factory
 
 
-@builder
 def _set_factory(obj: Any, state: tuple[str, dict[str, Any]]) -> None:
     name, attributes = state
     if attributes:
@@ -313,7 +302,6 @@ def _reduce_memoryview(pickler: Context, view: memoryview) -> Any:
     return _memoryview, (data, view.format, view.shape, view.readonly)
 
 
-@builder
 def _memoryview(data: Any, kind: Any, shape: Any, readonly: bool) -> Any:
     flat = memoryview(data).cast("B")
     # `cast` refuses axes of length 0.

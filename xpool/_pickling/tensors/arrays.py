@@ -20,7 +20,6 @@ from xpool._pickling.reducers import (
     SHORT,
     Context,
     Head,
-    builder,
     set_attributes,
     tail,
 )
@@ -114,7 +113,6 @@ def _may_be_base(base: Any) -> bool:
     return own and bool(base.flags.c_contiguous)
 
 
-@builder
 def view_of(base: Any, offset: int, kind: Any, shape: Any, strides: Any, writable: bool) -> Any:
     view = sys.modules["numpy"].ndarray(shape, kind, base, offset, strides)
     view.flags.writeable = writable
@@ -228,7 +226,6 @@ def _reduce_references(pickler: Context, references: Any) -> Any:
 # -- the receiving side ----------------------------------------------------------------------------
 
 
-@builder
 def _array(
     data: Any, kind: Any, shape: Any, strides: Any = None, offset: int = 0, writable: bool = True
 ) -> Any:
@@ -244,14 +241,12 @@ def _array(
 _head = Head(_array)
 
 
-@builder
 def _array_view(
     memory: Memory, offset: int, kind: Any, shape: Any, strides: Any, writable: bool
 ) -> Any:
     return _array(memory.buffer, kind, shape, strides, offset, writable)
 
 
-@builder
 def _mapped(
     where: Any, offset: int, kind: Any, shape: Any, strides: Any, writable: bool, about: Any
 ) -> Any:
@@ -266,17 +261,14 @@ def _mapped(
     return made
 
 
-@builder
 def _same(array: Any) -> Any:
     return array
 
 
-@builder
 def _subclassed(plain: Any, cls: Any) -> Any:
     return plain.view(cls)
 
 
-@builder
 def _masked(data: Any, mask: Any, fill_value: Any, hard: bool, about: dict[Any, Any]) -> Any:
     np = sys.modules["numpy"]
     given = np.ma.nomask if mask is None else mask
@@ -286,12 +278,10 @@ def _masked(data: Any, mask: Any, fill_value: Any, hard: bool, about: dict[Any, 
     return made
 
 
-@builder
 def _references() -> Any:
     return import_module("pandas._libs.internals").BlockValuesRefs()
 
 
-@builder
 def _block(make: Any, args: tuple[Any, ...], references: Any) -> Any:
     block = make(*args)
     block.refs = references
@@ -299,7 +289,6 @@ def _block(make: Any, args: tuple[Any, ...], references: Any) -> Any:
     return block
 
 
-@builder
 def _index(make: Any, args: tuple[Any, ...], references: Any) -> Any:
     index = make(*args)
     index._references = references

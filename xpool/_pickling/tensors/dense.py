@@ -33,7 +33,6 @@ from xpool._pickling.reducers import (
     SHORT,
     Context,
     Head,
-    builder,
     in_place,
     register,
     set_attributes,
@@ -122,7 +121,6 @@ def _lazy_script() -> None:
     REDUCERS[jit.ScriptFunction] = FOR_SUBCLASSES[jit.ScriptModule] = reduce
 
 
-@builder
 def _load_script(written: Any) -> Any:
     import torch
 
@@ -425,7 +423,6 @@ def _reduce_storage(pickler: Context, storage: Any) -> Any:
 # -- the receiving side ----------------------------------------------------------------------------
 
 
-@builder
 def _tensor(buffer: Any, name: str, shape: Any = None, strides: Any = None) -> Any:
     """Return a tensor over a buffer: contiguous without strides, flat without a shape."""
     made = _FROM_BUFFER[name](buffer)
@@ -441,7 +438,6 @@ def _tensor(buffer: Any, name: str, shape: Any = None, strides: Any = None) -> A
 _head = Head(_tensor)
 
 
-@builder
 def _view(memory: Memory, offset: int, name: str, shape: Any, strides: Any) -> Any:
     torch = mapped.imported_torch()
     dtype = getattr(torch, name)
@@ -455,45 +451,38 @@ def _view(memory: Memory, offset: int, name: str, shape: Any, strides: Any) -> A
     return _FROM_BUFFER[name](whole).as_strided_(shape, strides)
 
 
-@builder
 def _shared(buffer: Any, name: str, count: int, offset: int, shape: Any, strides: Any) -> Any:
     """Return a tensor in shared memory that has ``count`` elements."""
     made = _FROM_BUFFER[name](buffer, count=count)
     return made.as_strided_(shape, strides, offset)
 
 
-@builder
 def _device_copy(buffer: Any, name: str, count: int, shape: Any, strides: Any) -> Any:
     return on_own_device(_shared(buffer, name, count, 0, shape, strides))
 
 
-@builder
 def _in_file(lent: Any, name: str, count: int, offset: int, shape: Any, strides: Any) -> Any:
     _, *place = lent
     return _shared(mapped.open_buffer(*place), name, count, offset, shape, strides)
 
 
-@builder
 def _at(user: Any, offset: int, name: str, shape: Any, strides: Any) -> Any:
     torch = sys.modules["torch"]
     storage = user if isinstance(user, torch.UntypedStorage) else user.untyped_storage()
     return torch.empty(0, dtype=getattr(torch, name)).set_(storage, offset, shape, strides)
 
 
-@builder
 def _spread(buffer: Any, name: str, once: Any, shape: Any, strides: Any) -> Any:
     compact = _tensor(buffer, name, once)
     made = sys.modules["torch"].empty_strided(once, strides, dtype=compact.dtype).copy_(compact)
     return made.as_strided_(shape, strides)
 
 
-@builder
 def _empty(name: str, shape: Any, strides: Any, device: str) -> Any:
     torch = mapped.imported_torch()
     return torch.empty_strided(shape, strides, dtype=getattr(torch, name), device=device)
 
 
-@builder
 def _dressed(tensor: Any, flags: int) -> Any:
     torch = sys.modules["torch"]
     if flags & _NEG:
@@ -549,7 +538,6 @@ def _quantized_parts(torch: Any, tensor: Any) -> Any:
     return _quantized, (tensor.untyped_storage(), tensor.dtype, *place, how)
 
 
-@builder
 def _sparse(indices: Any, values: Any, shape: Any, coalesced: bool) -> Any:
     torch = sys.modules["torch"]
 
@@ -558,7 +546,6 @@ def _sparse(indices: Any, values: Any, shape: Any, coalesced: bool) -> Any:
     )
 
 
-@builder
 def _compressed(outer: Any, inner: Any, values: Any, shape: Any, layout: Any) -> Any:
     torch = sys.modules["torch"]
 
@@ -567,12 +554,10 @@ def _compressed(outer: Any, inner: Any, values: Any, shape: Any, layout: Any) ->
     )
 
 
-@builder
 def _mkldnn(dense: Any) -> Any:
     return dense.to_mkldnn()
 
 
-@builder
 def _quantized(storage: Any, dtype: Any, offset: int, shape: Any, strides: Any, how: Any) -> Any:
     torch = sys.modules["torch"]
 
@@ -651,7 +636,6 @@ def _is_wrapper(torch: Any, tensor: Any) -> bool:
         return True
 
 
-@builder
 def _subclassed(bare: Any, cls: Any, grad: bool) -> Any:
     torch = sys.modules["torch"]
 
@@ -673,7 +657,6 @@ def reduce_typed_storage(pickler: Context, storage: Any) -> Any:
     return _typed_storage, (storage._untyped_storage, storage.dtype)
 
 
-@builder
 def _typed_storage(storage: Any, dtype: Any) -> Any:
     torch = sys.modules["torch"]
 

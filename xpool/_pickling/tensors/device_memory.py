@@ -32,7 +32,7 @@ from typing import Any
 from xpool._memory.arena import Arena
 from xpool._memory.holds import Block
 from xpool._pickling.frame import pools
-from xpool._pickling.reducers import Context, builder, in_place, register
+from xpool._pickling.reducers import Context, in_place, register
 from xpool._pickling.tensors.extents import Seen
 from xpool._python.worker_local import WorkerLocal
 from xpool.errors import DeviceError, OptionError, PoolClosed, TaskNotPicklable, TensorLost
@@ -99,7 +99,6 @@ def export(tensor: Any) -> Any:
     return open_exported, (gpu, rebuild, args)
 
 
-@builder
 def open_exported(gpu: str, rebuild: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Return the tensor whose memory another process has exported.
 
@@ -130,7 +129,6 @@ def open_exported(gpu: str, rebuild: Callable[..., Any], args: tuple[Any, ...]) 
     return tensor
 
 
-@builder
 def _nothing() -> None:
     """Takes the place of a tensor in the first run of a pickler, whose output is never opened."""
 
@@ -369,7 +367,6 @@ def _compute() -> None:
         torch_xla.sync()
 
 
-@builder
 def open_handle(buffer: Any, name: int, pool: str, worker: int, pid: int, *about: Any) -> Any:
     """Return the tensor in its own worker, or a `TensorHandle` in the pool's process."""
     keeper = Keeper.here.get()

@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 
 from xpool._memory.arena import IDLE_SECONDS
 from xpool._memory.holds import Block
-from xpool._pickling.reducers import Context, builder, in_place
+from xpool._pickling.reducers import Context, in_place
 from xpool._pickling.tensors.extents import Seen
 from xpool._python import at_fork
 from xpool.errors import TaskNotPicklable
@@ -226,7 +226,6 @@ def open_buffer(path: str, device: int, inode: int, offset: int, nbytes: int) ->
     return buffer
 
 
-@builder
 def open_file(token: Any, *place: Any) -> Any:
     torch = imported_torch()
     return torch.frombuffer(open_buffer(*place), dtype=torch.uint8).untyped_storage()

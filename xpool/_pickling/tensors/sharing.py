@@ -19,7 +19,7 @@ from typing import Any
 from xpool._memory.arena import Arena
 from xpool._memory.holds import Block
 from xpool._pickling.frame import Layout
-from xpool._pickling.reducers import Context, builder, in_place
+from xpool._pickling.reducers import Context, in_place
 from xpool._pickling.tensors import mapped
 from xpool._pickling.tensors.device_memory import on_own_device
 from xpool._pickling.tensors.extents import Seen
@@ -160,7 +160,6 @@ def move(
         return block
 
 
-@builder
 def _open_storage(buffer: Any, nbytes: int) -> Any:
     """Return the storage of the first ``nbytes`` bytes of this memory."""
     torch = mapped.imported_torch()
@@ -169,7 +168,6 @@ def _open_storage(buffer: Any, nbytes: int) -> Any:
     return torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes).untyped_storage()
 
 
-@builder
 def storage_of(tensor: Any, of_device: bool = False) -> Any:
     return (on_own_device(tensor) if of_device else tensor).untyped_storage()
 
