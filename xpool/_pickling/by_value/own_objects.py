@@ -67,9 +67,7 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
     made = make_object, (registry.token_of(obj), type(obj))
     if pickler.home:  # the program keeps its own attributes
         return made
-    names = *getattr(obj, "__dict__", ()), *_slots(type(obj))
-    state = {name: value for name in names if (value := getattr(obj, name, made)) is not made}
-    return (*made, state, None, None, _set_attributes)
+    return *made, _state_of(obj), None, None, set_state
 
 
 def _slots(kind: type) -> list[str]:
@@ -107,17 +105,13 @@ def _state_of(obj: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return attributes, slots
 
 
-def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
-    for name, value in state.items():
-        object.__setattr__(obj, name, value)
-
-
 def set_state(obj: Any, state: Any) -> None:
     """Set the attributes and slots of an object, as `pickle` does where no ``__setstate__`` is."""
     attributes, slots = state if type(state) is tuple else (state, None)
     if attributes:
         vars(obj).update(attributes)
-    _set_attributes(obj, slots or {})
+    for name, value in (slots or {}).items():
+        object.__setattr__(obj, name, value)
 
 
 _USES_NEW = ("__getstate__", "__setstate__")
