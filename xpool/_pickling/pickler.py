@@ -491,7 +491,7 @@ def encode_alone(obj: Any) -> tuple[bytes, set[Key]]:
 def write_blob(obj: Any, recurse: bool, blob: reducers.Blob) -> tuple[bytes, set[Key]]:
     """Pickle a class's definition or a mark.  Return it with the names of the globals it uses."""
     # A handle to a tensor on a device would stay open if no process received it.
-    layout = _COPY._replace(out_of_band=False) if blob.is_mark else _PLAIN
+    layout = _INLINE if blob.is_mark else _PLAIN
     result = _pickle(obj, layout, recurse=recurse, blob=blob)
     return b"".join(result.chunks), result.names
 

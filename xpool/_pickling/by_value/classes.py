@@ -68,7 +68,7 @@ def _reduce_class(pickler: Context, cls: type) -> Any:
         return NotImplemented
     if pickler.blob is None:
         token = registry.token_of(cls)
-        definition = _up_to_date(cls, pickler.recurse)
+        definition = definition_of(cls, pickler.recurse)
         pickler.names |= definition.names
         names = tuple(sorted(definition.names))
         return load, (token, definition.version, definition.blob, names)
@@ -85,15 +85,11 @@ def is_defined_by_statement(cls: type) -> bool:
     return bool(cls.__flags__ & HEAP_TYPE and not cls.__flags__ & _IMMUTABLE_TYPE)
 
 
-def definition_of(cls: type) -> Definition:
-    return _up_to_date(cls, False)
-
-
 # The next version.  One counter for all classes makes a new definition newer than its classes.
 _versions = itertools.count(1)
 
 
-def _up_to_date(cls: type, recurse: bool) -> Definition:
+def definition_of(cls: type, recurse: bool = False) -> Definition:
     with registry.lock:
         definition = _entry_of(cls).definitions.get(recurse)
         if definition is None or not _holds(definition, recurse):

@@ -178,7 +178,7 @@ def reduce_exception(pickler: Context, exc: BaseException) -> Any:
     if any(in_python(cls, name) for name in ("__reduce__", "__reduce_ex__", "__setstate__")):
         return NotImplemented
     cls, args, state = _parts(exc)
-    return (_rebuild, (cls, args), state) if state else (_rebuild, (cls, args))
+    return _rebuild, (cls, args), state
 
 
 def _parts(exc: BaseException) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

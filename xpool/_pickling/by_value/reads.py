@@ -92,7 +92,7 @@ class Code:
         constants: list[Any] = [None, None]  # the last two operands
         for instruction in dis.get_instructions(code):
             kind = instruction.opname
-            if kind in ("EXTENDED_ARG", "CACHE"):
+            if kind == "EXTENDED_ARG":
                 continue
             if last and kind not in _OF_ATTRIBUTES:
                 self.held.add(last)
@@ -127,12 +127,10 @@ def use_of(code: CodeType) -> Code:
     return found
 
 
-def is_open(value: Any) -> bool:
+def is_open(function: FunctionType) -> bool:
     """Whether a function may use globals that its code does not name, also globals that are new."""
-    if type(value) is not FunctionType:
-        return False
-    use = use_of(value.__code__)
-    return not _UNNAMED.isdisjoint(use.attributes) or is_whole(value.__globals__, use)
+    use = use_of(function.__code__)
+    return not _UNNAMED.isdisjoint(use.attributes) or is_whole(function.__globals__, use)
 
 
 def is_whole(values: dict[str, Any], use: Code) -> bool:
