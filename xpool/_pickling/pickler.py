@@ -199,56 +199,52 @@ def encode(
         short = write(obj, True)
         if short is not None:
             return short
-    if recurse:
-        # Idle picklers do not have `recurse` set.
-        result = _pickle(obj, layout, recurse=recurse, home=home)
+    try:
+        pickler = _at_rest.pop()  # belongs to this thread until it is put back
+        pickler.layout = layout
+    except IndexError:
+        pickler = _FastPickler(layout)
+    pickler.home, pickler.recurse = home, recurse
+    try:
+        _dump(pickler, obj)
+    # A failed pickler is not put back, because it may be in the middle of an object.
+    except BaseException as error:
+        _forget(pickler)
+        if not isinstance(error, Exception) or by_handler(error):
+            raise
+        result = _after(error, obj, layout=layout, home=home, recurse=recurse)
     else:
-        try:
-            pickler = _at_rest.pop()  # belongs to this thread until it is put back
-            pickler.layout = layout
-        except IndexError:
-            pickler = _FastPickler(layout)
-        pickler.home = home
-        try:
-            _dump(pickler, obj)
-        # A failed pickler is not put back, because it may be in the middle of an object.
-        except BaseException as error:
-            _forget(pickler)
-            if not isinstance(error, Exception) or by_handler(error):
-                raise
-            result = _after(error, obj, layout=layout, home=home)
+        # If tensors share memory, a second run writes the common memory only once.
+        spans = pickler.tensors
+        if spans is not None and spans.again:
+            result = _finish(pickler, _run_fast, obj, layout=layout, home=home, recurse=recurse)
         else:
-            # If tensors share memory, a second run writes the common memory only once.
-            spans = pickler.tensors
-            if spans is not None and spans.again:
-                result = _finish(pickler, _run_fast, obj, layout=layout, home=home)
-            else:
-                chunks, buffers = pickler.chunks, pickler.buffers
-                data: bytes | memoryview
-                data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-                if not home:
-                    book = layout.book or reducers.script.anyone
-                    preface = book.preface(pickler, layout, told)
-                    if preface is not None:
-                        state, blocks = preface
-                        data = state + data[2:]  # without the opcode PROTO
-                        if blocks:
-                            buffers[:0] = blocks
-                pickler.names.clear()
-                small = len(data) < INLINE_BELOW
-                if buffers or not (small or layout.lessor is None):
-                    data = frame.pack((data,), buffers, layout, pickler.shared)
-                    # Cleared now, because they hold memory.
-                    buffers.clear()
-                    pickler.shared.clear()
-                if small:  # after a larger message, the pickler would keep too much memory
-                    pickler.tensors = None
-                    pickler.spaces.clear()
-                    chunks.clear()
-                    pickler.clear_memo()
-                    # Appended last, because another thread may now use it.
-                    _at_rest.append(pickler)
-                return data
+            chunks, buffers = pickler.chunks, pickler.buffers
+            data: bytes | memoryview
+            data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            if not home:
+                book = layout.book or reducers.script.anyone
+                preface = book.preface(pickler, layout, told)
+                if preface is not None:
+                    state, blocks = preface
+                    data = state + data[2:]  # without the opcode PROTO
+                    if blocks:
+                        buffers[:0] = blocks
+            pickler.names.clear()
+            small = len(data) < INLINE_BELOW
+            if buffers or not (small or layout.lessor is None):
+                data = frame.pack((data,), buffers, layout, pickler.shared)
+                # Cleared now, because they hold memory.
+                buffers.clear()
+                pickler.shared.clear()
+            if small:  # after a larger message, the pickler would keep too much memory
+                pickler.tensors = None
+                pickler.spaces.clear()
+                chunks.clear()
+                pickler.clear_memo()
+                # Appended last, because another thread may now use it.
+                _at_rest.append(pickler)
+            return data
     return _message(result, layout, home, told)
 
 
