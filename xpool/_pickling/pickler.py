@@ -48,18 +48,7 @@ def reducer_override(pickler: Any, obj: Any) -> Any:
     return NotImplemented if reducer is None else reducer(pickler, obj)
 
 
-class _Defaults:
-    """The attributes in `reducers.Context` that are options of one run of a pickler."""
-
-    recurse = False
-    blob: reducers.Blob | None = None
-    group: reducers.Group | None = None
-    follow = True
-    home = False
-    tensors: Any = None
-
-
-class _FastPickler(_Defaults, pickle.Pickler):
+class _FastPickler(reducers.Context, pickle.Pickler):
     """The C pickler, made for repeated use."""
 
     def __init__(self, layout: Layout, **options: Any) -> None:
@@ -399,7 +388,7 @@ def _dill_pickler() -> Any:
     dill = import_module("dill")
     capsule = type(import_module("datetime").datetime_CAPI)  # the type has no public name
 
-    class DillPickler(_Defaults, dill.Pickler):  # type: ignore[misc, name-defined]
+    class DillPickler(reducers.Context, dill.Pickler):  # type: ignore[misc, name-defined]
         def __init__(self, file: Any, recurse: bool, callback: Any) -> None:
             super().__init__(
                 file, 5, buffer_callback=callback, byref=False, fmode=0, recurse=recurse

@@ -20,7 +20,7 @@ from functools import lru_cache, partial
 from importlib import import_module
 from pickle import PickleBuffer
 from types import CodeType, FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 from xpool._memory.holds import Block
 from xpool._pickling import HEAP_TYPE, Key
@@ -80,17 +80,17 @@ class Group:
         self.locks: list[Any] = []  # locks that the receiver replaces by new ones
 
 
-class Context(Protocol):
-    """The state of one run of a pickler that the reducers use."""
+class Context:
+    """The state of one run of a pickler that the reducers use: the base of both picklers."""
 
-    recurse: bool  # whether functions are pickled with copies of the globals that they use
-    blob: Blob | None  # None, unless a class definition is pickled
-    group: Group | None  # None, unless globals of the program are pickled
+    recurse = False  # whether functions are pickled with copies of the globals that they use
+    blob: Blob | None = None  # None, unless a class definition is pickled
+    group: Group | None = None  # None, unless globals of the program are pickled
     names: set[Key]  # globals of the program that the object uses
-    follow: bool  # whether `names` also gets those of objects that are pickled by name
-    home: bool  # whether the receiver is the program, and this process its worker
+    follow = True  # whether `names` also gets those of objects that are pickled by name
+    home = False  # whether the receiver is the program, and this process its worker
     spaces: dict[int, Any]  # globals that belong to no module, by id; at 0, places of objects
-    tensors: Any  # the state of the reducers of tensors and arrays in this run, or None
+    tensors: Any = None  # the state of the reducers of tensors and arrays in this run
     layout: Layout
     shared: dict[int, Block]  # the block in which a PickleBuffer lies, by the buffer's id
 
