@@ -6,11 +6,8 @@ putting or getting is lost.  Large data stay in the arena of the process that ha
 message contains their place (docs/queue.md).
 
 A packet is a message of `xpool._pickling.frame`.  If a message is too long for a packet, it is
-written to a file, and the packet is::
-
-    b"\x02"  7 spare bytes  u64 size
-
-A packet carries the descriptors of this file and of an in-flight lease for each arena it names.
+written to a file, and the packet is the byte 2.  A packet carries the descriptors of this file and
+of an in-flight lease for each arena it names.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import errno
 import os
 import select
 import socket
-import struct
 import sys
 import time
 import weakref
@@ -46,9 +42,8 @@ from xpool.pickle import decode, encode
 
 __all__ = ["SimpleQueue"]
 
-# The first byte of a packet for a file.  Plain pickles and framed messages begin with others.
-_IN_FILE = 2
-_FILE_HEAD = struct.Struct("<BxxxxxxxQ")
+# The packet of a message in a file.  Plain pickles and framed messages begin with other bytes.
+_IN_FILE = b"\x02"
 # The largest number of descriptors in a packet.  The kernel allows 253 (SCM_MAX_FD).
 _MOST_FDS = 64
 
@@ -125,7 +120,7 @@ class SimpleQueue:
         held = message.by_arena() if type(message) is Leased else {}
         if len(message) > packets.LONGEST:
             with packets.file_with(message) as file:
-                self._put(_FILE_HEAD.pack(_IN_FILE, len(message)), file, held)
+                self._put(_IN_FILE, file, held)
         else:
             self._put(message, -1, held)
         if held:
@@ -372,8 +367,8 @@ def _lease(nbytes: int) -> Block | None:
 def _opened(data: bytes, fds: list[int]) -> bytes | memoryview:
     """Return the message of a packet with descriptors, and take holds on its blocks."""
     message: bytes | memoryview = data
-    if data[0] == _IN_FILE:
-        message = packets.read_file(fds.pop(0), _FILE_HEAD.unpack(data)[1])
+    if data == _IN_FILE:
+        message = packets.read_file(fds.pop(0))
     if message[0] != frame.FRAMED:
         return message
     for token, fd in zip(frame.tokens(message), fds):

@@ -59,12 +59,13 @@ def file_with(message: bytes | memoryview) -> Iterator[int]:
         descriptors.close(fd)
 
 
-def read_file(fd: int, size: int) -> memoryview:
-    """Read a message of ``size`` bytes from a file, which other processes may read, too.
+def read_file(fd: int) -> memoryview:
+    """Read the message in a file, which other processes may read, too.
 
     Raises:
-        ValueError: the file is shorter than ``size``.
+        ValueError: the file has become shorter meanwhile.
     """
+    size = os.fstat(fd).st_size
     whole = memoryview(new_buffer(size))
     at = 0
     while at < size:

@@ -181,7 +181,7 @@ class _Channel:
 def _from_file(fds: list[int], lost: bool) -> memoryview:
     if not fds or lost:
         raise OSError("a message is lost: this process has no free descriptor (ulimit -n)")
-    return packets.read_file(fds[0], os.fstat(fds[0]).st_size)
+    return packets.read_file(fds[0])
 
 
 class Peers:
