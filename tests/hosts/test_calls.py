@@ -12,7 +12,6 @@ from xpool._calls.results import exception_in
 from xpool._calls.terms import ONCE, Limit, Terms
 from xpool._engine.answers import Encoded, StartFailure
 from xpool._engine.jobs.ranges import CALLS, TaskRange, name_of
-from xpool._hosts import messages as f
 from xpool._hosts import messages as m
 from xpool._hosts.hosts_engine import HostEngine
 from xpool._hosts.service import CALL_BYTES
@@ -39,7 +38,7 @@ class Fleet:
     def start(self, tell):
         self.tell = tell
         for host in 0, 1:
-            tell(f.Joined(host, 1, f"host{host}"))
+            tell(m.Joined(host, 1, f"host{host}"))
         return [1, 1]
 
     def call(self, host, call, hold=False):
@@ -58,7 +57,7 @@ class Fleet:
         host, call, _ = self.calls.popleft()
         staged = [one for one in call.messages if type(one) is m.Stage]
         answers = [m.Answer(*name_of(one.job, one.first), 1, True, one.items[0]) for one in staged]
-        return f.Replied(
+        return m.Replied(
             host, call.number, call.first + len(call.messages) - 1, call.got + 1, answers
         )
 
@@ -105,7 +104,7 @@ def test_a_lost_host_leaves_no_arguments(engine, fleet):
     engine.submit(TaskRange(1, 0, 0, (memoryview(large),)))
     lost = fleet.calls.popleft()[0]
     assert sys.getrefcount(large) > before
-    fleet.tell(f.Dead(lost, "it is gone"))
+    fleet.tell(m.Dead(lost, "it is gone"))
     engine.wait(0)
     assert [type(value) for _, value in answers(engine)] == [HostLost]
     assert sys.getrefcount(large) == before
@@ -123,7 +122,7 @@ def test_a_lost_host_leaves_no_arguments(engine, fleet):
 )
 def test_the_failure_of_a_host_names_it(engine, fleet, error, text):
     """If a host's workers cannot be started, the pool's error has the host and the pool's index."""
-    fleet.tell(f.Replied(1, 1, 0, 1, [m.Failed(error)]))
+    fleet.tell(m.Replied(1, 1, 0, 1, [m.Failed(error)]))
     engine.wait(0)
     failure = exception_in(engine.failure)
     assert text in str(failure) and text in str(pickle.loads(pickle.dumps(failure)))
@@ -216,7 +215,7 @@ def test_no_kind_of_message_is_left_out():
 def test_a_small_call_names_no_class():
     """What one call sends is a pickle of plain values: nothing is imported to open it."""
     (data,) = m.packed(
-        tuple(f.Call(1, 1, 0, False, 0, False, [])[:-1]),
+        tuple(m.Call(1, 1, 0, False, 0, False, [])[:-1]),
         [m.Stage(1, CALLS, 0, 7, [b"item"]), m.Go([1])],
     )
     assert b"xpool" not in data

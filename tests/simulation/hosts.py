@@ -19,7 +19,6 @@ from xpool._calls.terms import Terms
 from xpool._engine.answers import CULPRIT
 from xpool._engine.jobs.ranges import CALLS, Batch, TaskRange, name_of
 from xpool._hosts import hosts_scheduler as policy
-from xpool._hosts import messages as f
 from xpool._hosts import messages as m
 from xpool._hosts.hosts_engine import HostEngine
 from xpool._hosts.service import DRIFT
@@ -217,7 +216,7 @@ class HostWorld(World):
     def tell(self, event: Any) -> None:
         self.events.put(event)
 
-    def caller_receives(self, reply: f.Replied) -> None:
+    def caller_receives(self, reply: m.Replied) -> None:
         """A caller that waits for one answer receives a reply with all its answers."""
         if self.driver_is_dead:
             return
@@ -283,19 +282,19 @@ class HostWorld(World):
         host = self.hosts[number] = Host(self, number, self.sizes[number])
         self.progress = self.now
         self.note(self.at, host.name, "is there, with", host.workers, "workers")
-        self.later(self.trip(), self.tell, f.Joined(number, host.workers, host.name))
+        self.later(self.trip(), self.tell, m.Joined(number, host.workers, host.name))
 
     def comes_not(self, number: int) -> None:
         """A host will never join."""
         if number not in self.buried:
             self.buried.add(number)
-            self.later(self.trip(), self.tell, f.Dead(number, "it did not come"))
+            self.later(self.trip(), self.tell, m.Dead(number, "it did not come"))
 
     def one_more(self) -> None:
         """Another host is found while the pool works."""
         number = len(self.sizes)
         workers = self.place()
-        self.tell(f.Coming(number, workers))
+        self.tell(m.Coming(number, workers))
 
     def dies(self, host: Host) -> None:
         """A host dies with all that runs there; the driver learns it later or knows it."""
@@ -311,7 +310,7 @@ class HostWorld(World):
         if not host.told_dead or self.draw.faults.chance(0.1):
             host.told_dead = True
             self.note(self.at, host.name, "is said to be dead")
-            self.tell(f.Dead(host.number, "it is gone"))
+            self.tell(m.Dead(host.number, "it is gone"))
 
     def accident(self, host: Host) -> None:
         """A host dies, becomes unreachable for a while, or begins to drain."""
@@ -325,7 +324,7 @@ class HostWorld(World):
             self.dies(host)
         elif how == 2:
             self.note(self.at, host.name, "is going to go")
-            self.tell(f.Draining(host.number))
+            self.tell(m.Draining(host.number))
             self.later(self.draw.faults.up_to(3.0, 30.0), self.dies, host)
         else:
             seconds = self.draw.faults.up_to(0.1, 1.0, 5.0, 30.0)
@@ -692,7 +691,7 @@ class HostWorld(World):
         sched._permit, sched.put_again, sched.unbegun = permitting, again, back
         sched.answered = answered
 
-    def calls_host(self, number: int, call: f.Call) -> None:
+    def calls_host(self, number: int, call: m.Call) -> None:
         """The driver calls a host."""
         kinds = [type(message).__name__ for message in call.messages]
         self.note(self.at, "to host", number, call._replace(messages=kinds))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from xpool._hosts import messages as f
+from xpool._hosts import messages as m
 
 from .host import Host
 
@@ -36,7 +36,7 @@ class Trip:
         """Report the call's outcome to the driver, unless it has one already."""
         if not self.over:
             self.over = True
-            if self.hold and type(event) is f.Replied and self.world.draw.callers.chance(0.8):
+            if self.hold and type(event) is m.Replied and self.world.draw.callers.chance(0.8):
                 self.world.caller_receives(event)
             else:  # by the engine's thread, because the answer took too long
                 self.world.tell(event)
@@ -54,24 +54,24 @@ class SimFleet:
         world = self.world
         return [world.place() for _ in range(world.first_hosts)]
 
-    def call(self, host: int, call: f.Call, hold: bool = False) -> None:
+    def call(self, host: int, call: m.Call, hold: bool = False) -> None:
         """Call an agent with a copy of the messages."""
         world = self.world
         one = world.hosts[host]
         call = call._replace(messages=list(call.messages))
-        trip = Trip(world, one, f.Unreached(host, call.number), hold)
+        trip = Trip(world, one, m.Unreached(host, call.number), hold)
         world.calls_host(host, call)
 
         def arrive(answers: bool) -> None:
             def reply(taken: int, first: int, messages: list[Any]) -> None:
                 if answers:
-                    self._back(trip, f.Replied(host, call.number, taken, first, messages))
+                    self._back(trip, m.Replied(host, call.number, taken, first, messages))
 
             one.call(call, reply)
 
         world.later(world.wait_for_room(call.messages), self._go, trip, arrive)
 
-    def receive(self, host: int, number: int, seconds: float) -> f.Replied | None:
+    def receive(self, host: int, number: int, seconds: float) -> m.Replied | None:
         """Return None: an event follows, and `Trip.tell` decides which thread gets it."""
         return None
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xpool._engine.jobs.ranges import CALLS, WHOLE, TaskRange
 from xpool._engine.launch import ForkServer
 from xpool._hosts import messages as m
-from xpool._hosts.messages import Call
 from xpool._memory.anonymous_files import File
 from xpool._memory.system import default_processes
 from xpool._pickling.frame import lodge
@@ -79,7 +78,7 @@ class AgentSession:
 
     # -- messages of the driver --------------------------------------------------------------------
 
-    def called(self, call: Call) -> tuple[WorkerProcess, int] | None:
+    def called(self, call: m.Call) -> tuple[WorkerProcess, int] | None:
         """Act on a call; the caller then asks for `reply` or `reply_to_beat`.
 
         Returns a worker and the number of a task, whose answer the calling thread is to receive by
@@ -195,7 +194,7 @@ class AgentSession:
             self._replied.setdefault(number, now)
         return self._link.got, *self._link.take(most, weight)
 
-    def reply_to_beat(self, call: Call, now: float) -> tuple[int, int, list[Any]]:
+    def reply_to_beat(self, call: m.Call, now: float) -> tuple[int, int, list[Any]]:
         """Return the reply to a beat, which renews the lease and takes no messages."""
         self._replied[call.number] = now
         return self._link.got, call.got + 1, []
@@ -348,7 +347,7 @@ class Agent:
         ``fetch`` returns the bytes that the payload of a `Blob` refers to.
         """
         head, messages = m.unpacked(parts)
-        call = Call._make([*head, [self._lodged(one, fetch) for one in messages]])
+        call = m.Call._make([*head, [self._lodged(one, fetch) for one in messages]])
         if call.beat:
             with self._news:
                 self._session.called(call)

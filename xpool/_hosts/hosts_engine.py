@@ -22,7 +22,6 @@ from xpool._calls.terms import Terms
 from xpool._engine.jobs.ranges import CALLS, TaskRange
 from xpool._engine.launch import wanted_modules
 from xpool._engine.ledger import EngineReport
-from xpool._hosts import messages as f
 from xpool._hosts import messages as m
 from xpool._hosts.agent import AgentConfig, facts
 from xpool._hosts.service import HostService
@@ -57,7 +56,7 @@ class HostEngine:
 
     def __init__(
         self,
-        fleet: f.Fleet,
+        fleet: m.Fleet,
         describe: Callable[[int, int], str],
         *,
         lease: float = LEASE,
@@ -124,7 +123,7 @@ class HostEngine:
     def receive_call(self, number: int, milliseconds: float) -> None:
         """Return None: the thread that receives messages from the host receives the answer."""
 
-    def receive(self, reply: f.Replied) -> None:
+    def receive(self, reply: m.Replied) -> None:
         """Act on a reply in the thread of a caller that waits for its answers."""
         if any(type(message) not in (m.Answer, m.Status) for message in reply.messages):
             self._events.put(reply)  # the reply may end the pool, in the engine's thread
@@ -271,7 +270,7 @@ class HostEngine:
 def make_engine(
     pool: Pool,
     workers: Sequence[int],
-    fleet: Callable[[AgentConfig], f.Fleet],
+    fleet: Callable[[AgentConfig], m.Fleet],
     kind: str | None = None,
 ) -> HostEngine:
     """Return the engine of a pool over hosts.

@@ -26,9 +26,8 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from xpool._hosts import messages as f
+from xpool._hosts import messages as m
 from xpool._hosts.agent import Agent, AgentConfig
-from xpool._hosts.messages import Blob, packed, unpacked
 from xpool._hosts.service import CALLS_IN_FLIGHT
 from xpool._python.starting import PromptThread
 from xpool.errors import XPoolError
@@ -201,11 +200,11 @@ class RayFleet:
     def _add(self, node: Node) -> None:
         number = self._place(node)
         # Before `_begin`: the agent must not join before the engine expects it.
-        self._tell(f.Coming(number, node.workers))
+        self._tell(m.Coming(number, node.workers))
         try:
             self._begin(number)
         except Exception as exc:  # an error of Ray itself
-            self._tell(f.Dead(number, _why(exc)))
+            self._tell(m.Dead(number, _why(exc)))
 
     def _run(self) -> None:
         """Place agents on hosts that join, and on living hosts that have lost their agent."""
@@ -223,7 +222,7 @@ class RayFleet:
             number, reason = ended
             with contextlib.suppress(Exception):  # the cluster does not answer: no replacement
                 self._replace(number)
-            self._tell(f.Dead(number, reason))
+            self._tell(m.Dead(number, reason))
 
     def _say_who_waits(self) -> None:
         """Warn of each agent that waits for CPUs, but not of one that only starts slowly."""
@@ -248,7 +247,7 @@ class RayFleet:
         draining = _draining()
         for number, node in self._nodes.items():
             if node.id in draining and number not in self._over:
-                self._tell(f.Draining(number))
+                self._tell(m.Draining(number))
         if self._where.n is None and self._where.total is None:
             for node in self._where.living():
                 if not self._agents[node.id] and node.id not in draining:
@@ -269,7 +268,7 @@ class RayFleet:
         Otherwise the pool could see no host left, and fail.
         """
         if number in self._over:
-            self._tell(f.Dead(number, reason))
+            self._tell(m.Dead(number, reason))
         else:
             self._ends.put((number, reason))
 
@@ -279,37 +278,37 @@ class RayFleet:
             try:
                 call(None if error is not None else future.result(), error)
             except Exception as exc:  # such as no memory for a result; Ray would only log it
-                self._tell(f.Refused(exc))
+                self._tell(m.Refused(exc))
 
         ref.future().add_done_callback(done)
 
     def _began(self, number: int, node: Node, result: Any, error: BaseException | None) -> None:
         self._waiting.pop(number, None)
         if error is None:
-            self._tell(f.Joined(number, node.workers, node.name))
+            self._tell(m.Joined(number, node.workers, node.name))
         elif self._is_dead(error):
             self._dead(number, _reason(error))
         else:
             cause = getattr(error, "cause", None) or error
             wrong = cause if isinstance(cause, XPoolError) else _not_there(node.name, cause)
-            self._tell(f.Refused(wrong))
+            self._tell(m.Refused(wrong))
             self.stop(number)
-            self._tell(f.Dead(number, str(wrong)))  # no call under way will fail and report it
+            self._tell(m.Dead(number, str(wrong)))  # no call under way will fail and report it
 
     def _is_dead(self, error: BaseException) -> bool:
         if isinstance(error, ActorUnavailableError):
             return False
         return isinstance(error, (RayActorError, ActorUnschedulableError))
 
-    def call(self, host: int, call: f.Call, hold: bool = False) -> None:
+    def call(self, host: int, call: m.Call, hold: bool = False) -> None:
         refs: list[Any] = []
         messages = []
         for one in call.messages:
-            if type(one) is Blob:
+            if type(one) is m.Blob:
                 refs.append(one.payload)
                 one = one._replace(payload=len(refs) - 1)
             messages.append(one)
-        said = as_one(packed(call[:-1], messages))
+        said = as_one(m.packed(call[:-1], messages))
         # No empty list: each argument costs Ray as much as the rest of a small call.
         arguments = said, *([refs] if refs else ())
         if type(said) is bytes and len(said) < STORE_BYTES:
@@ -328,7 +327,7 @@ class RayFleet:
         if actor is None:  # the pool is over
             return
         if not ray.is_initialized():  # a call would connect to a cluster anew
-            self._tell(f.Dead(host, SHUT_DOWN))
+            self._tell(m.Dead(host, SHUT_DOWN))
             return
         try:
             ref = actor.call.remote(*arguments)
@@ -337,9 +336,9 @@ class RayFleet:
             else:
                 self._when_done(ref, functools.partial(self._replied, host, number))
         except Exception as exc:  # an error of Ray itself, for example while it shuts down
-            self._tell(f.Dead(host, _why(exc)))
+            self._tell(m.Dead(host, _why(exc)))
 
-    def receive(self, host: int, number: int, seconds: float) -> f.Replied | None:
+    def receive(self, host: int, number: int, seconds: float) -> m.Replied | None:
         ref = self._held.pop((host, number), None)
         if ref is not None:
             try:
@@ -356,9 +355,9 @@ class RayFleet:
         elif self._is_dead(error):
             self._dead(host, _reason(error))
         elif isinstance(error, RayTaskError):  # the agent raised: a bug of xpool
-            self._tell(f.Refused(getattr(error, "cause", error)))
+            self._tell(m.Refused(getattr(error, "cause", error)))
         else:
-            self._tell(f.Unreached(host, number))
+            self._tell(m.Unreached(host, number))
 
     def put(self, payload: bytes | memoryview) -> Any:
         """Put an object into Ray's store; hosts copy it from one another."""
@@ -373,7 +372,7 @@ class RayFleet:
         if actor is None:  # the pool is over
             return
         if not ray.is_initialized():
-            self._tell(f.Dead(host, SHUT_DOWN))
+            self._tell(m.Dead(host, SHUT_DOWN))
             return
         # Another thread calls `ray.kill`, which waits for Ray's callback thread: this one, perhaps.
         kill = PromptThread(target=_kill, args=(actor,), name="xpool-hosts-stop", daemon=True)
@@ -386,12 +385,12 @@ class RayFleet:
         self._actors.clear()
 
 
-def _reply(host: int, number: int, found: Any) -> f.Replied:
+def _reply(host: int, number: int, found: Any) -> m.Replied:
     data, *large = parts_of(found)
     # Copied, to free the memory of the object store; into writable memory, so that no further copy
     # is needed.
-    (taken, first), messages = unpacked([data, *(memoryview(bytearray(one)) for one in large)])
-    return f.Replied(host, number, taken, first, messages)
+    (taken, first), messages = m.unpacked([data, *(memoryview(bytearray(one)) for one in large)])
+    return m.Replied(host, number, taken, first, messages)
 
 
 def _draining() -> Collection[str]:

@@ -20,7 +20,6 @@ from xpool._engine.jobs.ranges import TaskRange, name_of
 from xpool._engine.jobs.states import back_off
 from xpool._engine.jobs.waiting import TimeQueue
 from xpool._engine.stacks import WorkerStack
-from xpool._hosts import messages as f
 from xpool._hosts import messages as m
 from xpool._hosts.hosts_scheduler import HostScheduler, Message
 from xpool.errors import (
@@ -50,7 +49,7 @@ class Conversation:
     drops those that it has already.  ``first``: the pool's index of its first worker.
     """
 
-    def __init__(self, fleet: f.Fleet, host: int, name: str, first: int, now: float) -> None:
+    def __init__(self, fleet: m.Fleet, host: int, name: str, first: int, now: float) -> None:
         self.name, self.first = name, first
         self.heard = now
         """When the last reply came.  The agent's lease counts from an earlier moment."""
@@ -108,12 +107,12 @@ class Conversation:
         again, self._lost, self._overdue = self._lost, False, False
         self._fleet.call(
             self._host,
-            f.Call(number, first, self.link.got, again, self._replied, beat, messages),
+            m.Call(number, first, self.link.got, again, self._replied, beat, messages),
             hold,
         )
         return number
 
-    def replied(self, reply: f.Replied, now: float) -> list[Any]:
+    def replied(self, reply: m.Replied, now: float) -> list[Any]:
         """Take a reply; return the messages that are new, in order."""
         self._calls.pop(reply.number, None)
         left = self._beats.pop(reply.number, None)
@@ -176,7 +175,7 @@ class HostService:
 
     def __init__(
         self,
-        fleet: f.Fleet,
+        fleet: m.Fleet,
         describe: Callable[[int, int], str],
         lease: float,
         now: Callable[[], float],
@@ -315,34 +314,34 @@ class HostService:
 
     def happened(self, event: Any) -> None:
         kind = type(event)
-        if kind is f.Joined:
+        if kind is m.Joined:
             self._joined(event)
-        elif kind is f.Coming:
+        elif kind is m.Coming:
             self.sched.expect(event.host, event.workers)
             self.expected.add(event.host)
             if self.ending or self.retiring:
                 self._fleet.stop(event.host)
-        elif kind is f.Refused:
+        elif kind is m.Refused:
             self._fail(event.error)
-        elif kind is f.Dead:
+        elif kind is m.Dead:
             self._dead(event.host, event.reason)
-        elif kind is f.Draining:
+        elif kind is m.Draining:
             if event.host in self.sched.hosts:
                 self.send(self.sched.drain(event.host))
         elif (agent := self.agents.get(event.host)) is None or agent.ended:
             return
-        elif kind is f.Replied:
+        elif kind is m.Replied:
             self._touched[event.host] = None
             for message in agent.replied(event, self._now()):
                 self._heard(event.host, agent, message)
         else:
             self.at(self._now() + RETRY_SECONDS, lambda: self._once_more(event, agent))
 
-    def _once_more(self, event: f.Unreached, agent: Conversation) -> None:
+    def _once_more(self, event: m.Unreached, agent: Conversation) -> None:
         agent.unreached(event.number)
         self._flush(event.host)
 
-    def _joined(self, event: f.Joined) -> None:
+    def _joined(self, event: m.Joined) -> None:
         if event.host in self.gone:
             return
         self.expected.discard(event.host)
