@@ -14,7 +14,6 @@ from xpool._engine.answers import Encoded, StartFailure
 from xpool._engine.jobs.ranges import CALLS, TaskRange, name_of
 from xpool._hosts import messages as m
 from xpool._hosts.hosts_engine import HostEngine
-from xpool._hosts.service import CALL_BYTES
 from xpool.errors import HostLost, OptionError, PoolBroken, WorkerStartFailed
 from xpool.pickle import encode
 
@@ -99,7 +98,7 @@ def test_an_idle_host_is_not_late(engine):
 
 def test_a_lost_host_leaves_no_arguments(engine, fleet):
     """The driver frees the arguments of the tasks of a lost host."""
-    large = bytearray(CALL_BYTES)
+    large = bytearray(m.MOST_BYTES)
     before = sys.getrefcount(large)
     engine.submit(TaskRange(1, 0, 0, (memoryview(large),)))
     lost = fleet.calls.popleft()[0]
@@ -144,7 +143,7 @@ def test_a_call_that_is_too_large_for_one_message_leaves_at_once(engine, fleet):
     fleet.tell(fleet.reply())
     engine.wait(0)
     engine.forget(function)  # leaves with the next call
-    large = bytes(CALL_BYTES + 1)
+    large = bytes(m.MOST_BYTES + 1)
     call(engine, 2, large)
     assert [(host, held) for host, _, held in fleet.calls] == [(used, False)] * 2
     sent = [type(one) for _, call, _ in fleet.calls for one in call.messages]

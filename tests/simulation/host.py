@@ -453,7 +453,7 @@ class Host:
     def _send(self, one: tuple[int, Callable[..., None]]) -> None:
         self._waiting.remove(one)
         number, reply = one
-        reply(*self.session.reply(number, self.clock(), REPLY_BYTES, lambda _: 64))
+        reply(*self.session.reply(number, self.clock(), REPLY_BYTES))
 
     # -- its own turn ------------------------------------------------------------------------------
 

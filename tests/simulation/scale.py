@@ -23,7 +23,7 @@ from xpool._calls.terms import Terms
 from xpool._engine.jobs.ranges import TaskRange
 from xpool._hosts import messages as m
 from xpool._hosts.hosts_scheduler import HostScheduler, Message
-from xpool._hosts.service import BEAT_SECONDS, CALL_BYTES, CALLS_IN_FLIGHT
+from xpool._hosts.service import BEAT_SECONDS, CALLS_IN_FLIGHT
 
 __all__ = ["Cluster", "Outcome", "UPLINK"]
 
@@ -277,7 +277,7 @@ class Cluster:
         for one in messages:
             link.queue(one)
         while link.has_unsent:
-            its = link.take(CALL_BYTES, self.weight)[1]
+            its = link.take()[1]
             self.driver_free += CALL
             leaves = self.driver_free
             if any(map(self.weight, its)):

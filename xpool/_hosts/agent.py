@@ -185,14 +185,16 @@ class AgentSession:
         waiting = self._waiting
         return waiting[0] == number and (self.has_news or len(waiting) > MOST_WAITING)
 
-    def reply(self, number: int, now: float, most: int, weight: Any) -> tuple[int, int, list[Any]]:
+    def reply(
+        self, number: int, now: float, most: int = m.MOST_BYTES
+    ) -> tuple[int, int, list[Any]]:
         """Return the reply to a call: ``taken``, ``first`` and ``messages`` of a `Replied`."""
         self._waiting.remove(number)
         if number > self._heard:
             # The time of the first reply counts.  If a call arrives twice, the driver may have
             # received only the first reply.
             self._replied.setdefault(number, now)
-        return self._link.got, *self._link.take(most, weight)
+        return self._link.got, *self._link.take(most)
 
     def reply_to_beat(self, call: m.Call, now: float) -> tuple[int, int, list[Any]]:
         """Return the reply to a beat, which renews the lease and takes no messages."""
@@ -234,9 +236,6 @@ class AgentSession:
         )
         return m.Unbegun(self._kept, job, first, len(items.items))
 
-
-REPLY_BYTES = 8 * 1024 * 1024
-"""The most bytes of a reply, not counting its first message."""
 
 REPLY_SECONDS = 1.0
 """Seconds after which a call is answered although there is no message: an eighth of the lease, if
@@ -371,7 +370,7 @@ class Agent:
             now = time.monotonic()
             if not session.has_news:
                 self._say(now)
-            taken, first, found = session.reply(call.number, now, REPLY_BYTES, _weight)
+            taken, first, found = session.reply(call.number, now)
             if session.has_news:
                 self._news.notify_all()
         return m.packed((taken, first), found)
@@ -455,10 +454,6 @@ class Agent:
         if last is None or status != last:
             self._said, self._said_at = status, now
             self._session.say(status)
-
-
-def _weight(message: Any) -> int:
-    return 64 + getattr(message.value, "nbytes", 0) if type(message) is m.Answer else 64
 
 
 def _compare(host: str, wanted: dict[str, str]) -> None:

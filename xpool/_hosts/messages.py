@@ -281,6 +281,9 @@ class Ended(NamedTuple):
 
 # -- on the way --------------------------------------------------------------------------------
 
+MOST_BYTES = 8 * 1024 * 1024
+"""The most bytes of a call or a reply, not counting its first message."""
+
 _KINDS: tuple[type, ...] = (
     Func, Forget, Blob, Stage, Go, Drop, Back, Cancel, Retire, LocateWorkers,
     WorkerLocations, Answer, Again, Given, Unbegun, Status, Failed, Ended,
@@ -321,6 +324,18 @@ def _beside(payload: bytes | memoryview) -> Any:
     return PickleBuffer(payload) if large else bytes(payload)
 
 
+def _bytes_of(message: Any) -> int:
+    """Return about how many bytes a message has."""
+    kind, large = type(message), 0
+    if kind is Stage:
+        large = sum(map(len, message.items))
+    elif kind is Func:
+        large = len(message.payload)
+    elif kind is Answer:
+        large = getattr(message.value, "nbytes", 0)
+    return 64 + large
+
+
 class Link:
     """One side of an exactly-once, ordered stream of messages.
 
@@ -345,15 +360,15 @@ class Link:
     def has_unsent(self) -> bool:
         return self.sent < self.acked + len(self._out)
 
-    def take(self, most: int, weight: Any) -> tuple[int, list[Any]]:
+    def take(self, most: int = MOST_BYTES) -> tuple[int, list[Any]]:
         """Return the messages to send next: the number of the first, and the messages.
 
-        The weight of the first does not count, so that a large batch and the message that permits
-        it travel together.  The others together weigh at most ``most``.
+        The size of the first does not count, so that a large batch and the message that permits
+        it travel together.  The others together have at most ``most`` bytes.
         """
         first, found, total = self.sent + 1, list[Any](), 0
         for message in itertools.islice(self._out, self.sent - self.acked, None):
-            total += weight(message) if found else 0
+            total += _bytes_of(message) if found else 0
             if total > most:
                 break
             found.append(message)

@@ -34,9 +34,6 @@ from xpool.errors import (
 CALLS_IN_FLIGHT = 4
 """The most calls to a host that are under way at one time."""
 
-CALL_BYTES = 8 * 1024 * 1024
-"""The most bytes of one call, not counting its first message."""
-
 NOTHING: dict[str, Any] = {"ready": 0, "waiting": 0, "running": 0, "deaths": 0, "pids": []}
 """The statistics of an agent that has sent no `Status` yet."""
 
@@ -80,7 +77,7 @@ class Conversation:
         messages leave with one call and no other call is under way; then its number is returned.
         """
         while len(self._calls) < CALLS_IN_FLIGHT and self.link.has_unsent:
-            first, messages = self.link.take(CALL_BYTES, _weight)
+            first, messages = self.link.take()
             if hold and not self._calls and not self.link.has_unsent:
                 return self._call(now, first, messages, hold=True)
             self._call(now, first, messages)
@@ -143,13 +140,6 @@ class Conversation:
         facts = self.status.statistics
         pids = [None if one == pid else one for one in facts.get("pids", ())]
         self.status = self.status._replace(statistics={**facts, "pids": pids})
-
-
-def _weight(message: Any) -> int:
-    kind = type(message)
-    if kind is m.Stage:
-        return 64 + sum(map(len, message.items))
-    return 64 + len(message.payload) if kind is m.Func else 64
 
 
 DRIFT = 1.02
