@@ -44,9 +44,6 @@ DIRECT_SECONDS = 0.005
 """Seconds for which a caller of `call` waits for the reply.  After that the engine's thread
 receives it.  A signal handler may have to wait as long."""
 
-END_LIMIT = 5.0
-"""Seconds for which `terminate` waits for the fleet to report the end of the agents."""
-
 
 class HostEngine:
     """Workers on the hosts of a fleet; `EngineProtocol` describes the methods.
@@ -227,7 +224,7 @@ class HostEngine:
 
     def terminate(self, at_once: bool = False) -> None:
         with self.lock:
-            self.service.stop(END_LIMIT)
+            self.service.stop()
         self._events.put(None)
 
     def close(self) -> None:

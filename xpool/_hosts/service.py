@@ -152,6 +152,9 @@ BEAT_SECONDS = 1.0
 """Seconds after which an idle host is called to renew its lease: an eighth of the lease, if that is
 shorter."""
 
+END_LIMIT = 5.0
+"""Seconds after which a pool that stops no longer waits for the ends of its agents."""
+
 RETRY_SECONDS = 0.2
 """Seconds after which a call that did not come back is made again."""
 
@@ -424,14 +427,14 @@ class HostService:
             self._fleet.stop(number)
         self.give()
 
-    def stop(self, limit: float) -> None:
-        """Stop all agents now; after ``limit`` seconds, do not wait any longer for their ends."""
+    def stop(self) -> None:
+        """Stop all agents now."""
         if not self.ending:
             self.ending = True
             self.sched.clear()
             for number in (*self.living(), *self.expected):
                 self._fleet.stop(number)
-            self.at(self._now() + limit, self._strike_off)
+            self.at(self._now() + END_LIMIT, self._strike_off)
 
     def _strike_off(self) -> None:
         """Treat all agents as ended; the cluster, which would report it, may have ended itself."""
