@@ -18,18 +18,15 @@ import sys
 import threading
 import types
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xpool._python import descriptors
 from xpool._python.starting import PromptThread
 from xpool._wire.outbox import COUNTERS, Outbox
-from xpool._wire.records import (
-    LARGEST,
-    LOG,
-    logging_module,
-    record_from,
-    unpack,
-)
+from xpool._wire.records import LARGEST, LOG, record_from, unpack
+
+if TYPE_CHECKING:
+    import logging
 
 STUCK = 10.0
 """Seconds that a handler of loggers may take for one record when the pool ends.  After that, the
@@ -181,14 +178,17 @@ class Relay:
             return
         try:
             kind, fields = unpack(data)
-            told = _make_record(logs, fields) if kind == LOG else _Shown(fields)
+            told = record_from(fields) if kind == LOG else _Shown(fields)
         except ValueError as exc:
             self._reject(logs, exc)
             return
         if isinstance(told, _Shown):
             self._warn(told)
-        else:
-            _log(told)
+            return
+        vars(told)["xpool_worker"] = logs.worker
+        logger = _logger(told.name)
+        if logger.isEnabledFor(told.levelno):
+            logger.handle(told)
 
     def _reject(self, logs: LogSocket, exc: ValueError) -> None:
         # Warn once for each process, which may send any number of invalid packets.
@@ -274,29 +274,20 @@ def _readable(filename: str) -> str:
     return filename if usual else f"<{filename}>"
 
 
-def _make_record(logs: LogSocket, fields: dict[str, Any]) -> Any:
-    record: Any = record_from(fields)
-    record.xpool_worker = logs.worker
-    return record
+def _own_logger() -> logging.Logger:
+    import logging  # late: few programs log
+
+    return logging.getLogger("xpool")
 
 
-def _log(record: Any) -> None:
-    logger = _logger(record.name)
-    if logger.isEnabledFor(record.levelno):
-        logger.handle(record)
-
-
-def _own_logger() -> Any:
-    return logging_module().getLogger("xpool")
-
-
-def _logger(name: str) -> Any:
+def _logger(name: str) -> logging.Logger:
     """Return the logger of this name, or its nearest ancestor that exists.
 
     A logger that does not exist has no handler and no level, so its ancestors handle its records.
     Creating it would let workers fill the program with loggers.
     """
-    logging = logging_module()
+    import logging  # late: few programs log
+
     root = logging.getLogger()
     while name:
         found = root.manager.loggerDict.get(name)

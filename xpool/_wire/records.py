@@ -59,7 +59,9 @@ def pack(kind: str, fields: Mapping[str, Any]) -> bytes:
 
 def _packed(kind: str, fields: Mapping[str, Any], most: int) -> bytes:
     plain = {name: _plain(value, most) for name, value in fields.items() if type(name) is str}
-    text: str = _json().dumps([kind, plain], ensure_ascii=False, separators=(",", ":"))
+    import json  # late: few workers log
+
+    text: str = json.dumps([kind, plain], ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -69,8 +71,10 @@ def unpack(data: bytes) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: the data is not a packet of `pack`.
     """
+    import json  # late: few programs get records
+
     try:
-        kind, fields = _json().loads(data.decode("utf-8", "surrogatepass"))
+        kind, fields = json.loads(data.decode("utf-8", "surrogatepass"))
         if kind not in (LOG, WARNING):
             raise ValueError(f"it begins with {kind!r}")
         return kind, {name: _opened(value) for name, value in fields.items()}
@@ -84,28 +88,16 @@ def record_from(fields: dict[str, Any]) -> "logging.LogRecord":
     Raises:
         ValueError: a field is missing, or has another type than in a log record.
     """
-    module = logging_module()
+    import logging  # late: few programs log
+
     for name, types in _FIELDS.items():
         if type(fields.get(name)) not in types:
             raise ValueError(f"the field {name!r} of a log record is {type(fields.get(name))}")
     if not 0 <= fields["levelno"] < _HIGHEST_LEVEL:
         raise ValueError(f"the level of a log record is {fields['levelno']}")
     # A field with the name of a method would hide the method.
-    extra = {name: x for name, x in fields.items() if not hasattr(module.LogRecord, name)}
-    record: logging.LogRecord = module.makeLogRecord({**extra, "args": None, "exc_info": None})
-    return record
-
-
-def logging_module() -> Any:
-    import logging  # imported here, because few programs log
-
-    return logging
-
-
-def _json() -> Any:
-    import json  # imported here, because few workers log
-
-    return json
+    extra = {name: x for name, x in fields.items() if not hasattr(logging.LogRecord, name)}
+    return logging.makeLogRecord({**extra, "args": None, "exc_info": None})
 
 
 # -- values ----------------------------------------------------------------------------------------
