@@ -82,9 +82,10 @@ class ArenaMaintenance:
     def later(self) -> None:
         """Record that blocks of the arena are in use, and plan a trim for later."""
         self._pause = IDLE_SECONDS
-        self._plan()
+        self.again()
 
-    def _plan(self) -> None:
+    def again(self) -> None:
+        """Plan the next trim, if none is planned."""
         if not self._planned:
             self._planned = True
             self._reactor.call_at(self._reactor.now() + self._pause, self._ring)
@@ -94,8 +95,7 @@ class ArenaMaintenance:
 
     def after_turn(self) -> bool:
         """Clear holds, and trim the arena if due; return whether `again` must be called."""
-        while self._pending_reclaim and self._arena is not None:
-            self._arena.reclaim(self._pending_reclaim.pop())
+        self._reclaim()
         mapped.collect()
         if not self._due:
             return False
@@ -104,15 +104,13 @@ class ArenaMaintenance:
         self._pause = min(2 * self._pause, 60.0)
         return arena is not None and arena.trim()
 
-    def again(self) -> None:
-        """Plan another trim after a longer pause, because there is more memory to return."""
-        self._plan()
+    def _reclaim(self) -> None:
+        while self._pending_reclaim and self._arena is not None:
+            self._arena.reclaim(self._pending_reclaim.pop())
 
     def end(self) -> None:
         """Clear all holds and end the arena; all workers have ended."""
-        # The engine's thread no longer calls `after_turn`.
-        while self._pending_reclaim and self._arena is not None:
-            self._arena.reclaim(self._pending_reclaim.pop())
+        self._reclaim()  # the engine's thread no longer calls `after_turn`
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.end()
