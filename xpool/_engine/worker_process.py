@@ -167,14 +167,6 @@ def _refuse(index: int, generation: int, attachment: int | None) -> bytes:
     raise RuntimeError(f"worker {index} cannot start: its engine is closed")
 
 
-class Asked(NamedTuple):
-    """When a worker was asked to stop its task, and its `processor_times` then."""
-
-    when: float
-    ran: float
-    waited: float
-
-
 def processor_times(pid: int | None) -> tuple[float, float, bool]:
     """Return how many seconds the main thread of a process has run, how many it has waited for a
     processor, and whether it runs or waits now.  Zeros and False: unknown.
@@ -236,7 +228,8 @@ class WorkerProcess:
         self.early = 0  # answers taken from the outbox before the message that announces them
         self._seen = (0, 0, 0)
         self.interrupted: int | None = None  # the item that the worker was asked to stop
-        self.asked = Asked(0.0, 0.0, 0.0)
+        # When it was asked to stop its task, and its `processor_times` then.
+        self.asked = (0.0, 0.0, 0.0)
         self.deadlines = Deadlines()
 
     def _transition(self, event: WorkerEvent) -> None:
@@ -352,14 +345,14 @@ class WorkerProcess:
         self.interrupted = item
         # The signal's handler compares this with the running item, so that it cannot hit the next.
         self.box.ask(item + 1)
-        self.asked = Asked(now, *processor_times(self.pid)[:2])
+        self.asked = (now, *processor_times(self.pid)[:2])
         self.handle.signal(STOP_SIGNAL)
 
     def ask_for_stack(self, now: float) -> None:
         """Ask a starting worker for its stack."""
         assert self.handle is not None
         self.box.ask(NO_LIMIT)  # no item
-        self.asked = Asked(now, *processor_times(self.pid)[:2])
+        self.asked = (now, *processor_times(self.pid)[:2])
         self.handle.signal(STOP_SIGNAL)
 
     def broken_off(self) -> str:
