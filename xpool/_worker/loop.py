@@ -121,7 +121,7 @@ def run(
     try:
         worker.serve(thread)
         if thread is not None:
-            thread.told_to_stop()
+            thread.stopped = True
     except (EOFError, BrokenPipeError):
         pass  # the parent has ended
     except SystemExit as exc:

@@ -165,9 +165,6 @@ class _Relay:
         except RuntimeError:
             return self._default
 
-    def _send(self, kind: str, fields: dict[str, Any]) -> None:
-        self.channel().send(kind, fields)
-
     # -- logging -----------------------------------------------------------------------------------
 
     def take_logging(self, logging: Any) -> None:
@@ -211,7 +208,7 @@ class _Relay:
         exc_info = fields.pop("exc_info")
         if exc_info and not record.exc_text:
             fields["exc_text"] = format_exception(exc_info)
-        self._send(LOG, fields)
+        self.channel().send(LOG, fields)
 
     # -- warnings ----------------------------------------------------------------------------------
 
@@ -240,7 +237,7 @@ class _Relay:
                 "filename": filename,
                 "lineno": lineno,
             }
-            self._send(WARNING, fields)
+            self.channel().send(WARNING, fields)
 
         warnings.showwarning = showwarning
 

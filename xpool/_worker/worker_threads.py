@@ -115,7 +115,7 @@ class WorkerThread(PromptThread):
 
     box: Outbox
     fd = -1  # the descriptor of the box, once it is known
-    stopped = False
+    stopped = False  # `loop.run` has been told to stop
 
     def __init__(
         self,
@@ -173,9 +173,6 @@ class WorkerThread(PromptThread):
                     withdraw()
 
         return run_inside
-
-    def told_to_stop(self) -> None:
-        self.stopped = True
 
     # -- in the main thread --------------------------------------------------------------------
 
