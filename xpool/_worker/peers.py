@@ -78,7 +78,8 @@ class _Channel:
             if len(message) <= packets.LONGEST:
                 sent = self._packet(_DATA, scope, number, message)
             else:
-                sent = self._as_file(scope, number, message)
+                with packets.file_with(message) as fd:
+                    sent = self._packet(_FILE, scope, number, b"", packets.rights([fd]))
         finally:
             if sent:
                 self.sent = number
@@ -87,10 +88,6 @@ class _Channel:
                 self.under_way.pop()
                 self.bytes_out -= size
         return sent
-
-    def _as_file(self, scope: int, number: int, message: bytes | memoryview) -> bool:
-        with packets.file_with(message) as fd:
-            return self._packet(_FILE, scope, number, b"", packets.rights([fd]))
 
     def _packet(
         self, kind: int, scope: int, number: int, body: bytes | memoryview, rights: Any = ()
