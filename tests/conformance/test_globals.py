@@ -925,3 +925,51 @@ def test_globals_that_came_with_an_object_of_a_queue(tmp_path):
     tasks."""
     out = scripts.run_ok([scripts.write(tmp_path / "program.py", OF_A_QUEUE)])
     assert out == "1\n2\n3\n"
+
+
+NAMESAKES = """
+    import sys
+    import xpool
+    import colorsys
+
+    class Model:
+        class Config:
+            rows = [1]
+
+    Model.Config = type("Config", (Model.Config,), {"rate": 7})  # as a class decorator does
+
+    class Job:
+        def name(self):
+            return "first"
+
+    class Job(Job):
+        def name(self):
+            return "second", super().name()
+
+    JOB = Job()
+
+    def ask(job):
+        return Model.Config.rate, Model.Config.rows, JOB.name(), isinstance(JOB, Job), job.name()
+
+    def late():
+        import own_late
+        return own_late.COUNT, colorsys.ONE_THIRD
+
+    if __name__ == "__main__":
+        with xpool.Pool(1, context=sys.argv[1]) as pool:
+            assert pool.apply(ask, (JOB,)) == ask(JOB), pool.apply(ask, (JOB,))
+            Job.name = lambda self: "third"
+            assert pool.apply(ask, (JOB,)) == ask(JOB), pool.apply(ask, (JOB,))
+            assert pool.apply(late) == (3, 1 / 3)  # the worker imports the module
+            import own_late
+            own_late.COUNT = colorsys.ONE_THIRD = 8  # of modules that the fork did not have, or had
+            assert pool.apply(late) == (8, 8), pool.apply(late)
+    """
+
+
+@pytest.mark.parametrize("context", ["forkserver", "fork"])
+def test_what_changes_after_a_fork(tmp_path, context):
+    """A fork of the program gets it as other workers do, and a class that has taken the name of its
+    base class is not taken for this."""
+    scripts.write(tmp_path / "own_late.py", "COUNT = 3")
+    assert scripts.run_ok([scripts.write(tmp_path / "program.py", NAMESAKES), context]) == ""

@@ -168,7 +168,7 @@ class Relay:
 
     def _handle(self, logs: LogSocket, data: bytes, dropped: int) -> None:
         if dropped:
-            _own_logger().warning(
+            _logger(_OWN).warning(
                 "worker %d dropped %d log records or warnings, because it made them faster than "
                 "this process handles them",
                 logs.worker,
@@ -194,7 +194,7 @@ class Relay:
         # Warn once for each process, which may send any number of invalid packets.
         if not logs.invalid:
             logs.invalid = True
-            _own_logger().warning(
+            _logger(_OWN).warning(
                 "worker %d sent an invalid packet to the socket for log records (%s); it is left "
                 "out, and later ones are left out without a warning",
                 logs.worker,
@@ -274,20 +274,19 @@ def _readable(filename: str) -> str:
     return filename if usual else f"<{filename}>"
 
 
-def _own_logger() -> logging.Logger:
-    import logging  # late: few programs log
-
-    return logging.getLogger("xpool")
+_OWN = "xpool"
 
 
 def _logger(name: str) -> logging.Logger:
-    """Return the logger of this name, or its nearest ancestor that exists.
+    """Return the logger of this name, or its nearest ancestor that exists; xpool's own always does.
 
     A logger that does not exist has no handler and no level, so its ancestors handle its records.
     Creating it would let workers fill the program with loggers.
     """
     import logging  # late: few programs log
 
+    if name == _OWN:
+        return logging.getLogger(name)
     root = logging.getLogger()
     while name:
         found = root.manager.loggerDict.get(name)

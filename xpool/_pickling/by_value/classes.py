@@ -475,6 +475,22 @@ def parts_of(cls: type) -> tuple[list[tuple[Any, Any, Any, Any]], bool]:
 # -- loading a definition -------------------------------------------------------------------
 
 
+def _inherited(module: str, path: str, bases: tuple[type, ...]) -> type | None:
+    """Return the class that a fork of the program has inherited, because objects are of this class.
+
+    A class may have taken the name of its base class: ``class Settings(Settings)``.
+    """
+    found = found_here(module, path)
+    known = [
+        one
+        for one in (found.__mro__ if isinstance(found, type) else ())
+        if (one.__module__, one.__qualname__) == (module, path) and registry.known(one) is None
+    ]
+    if len(known) > 1:
+        known = [one for one in known if one.__bases__ == bases]
+    return known[0] if known else None
+
+
 @uninterrupted  # a task that was stopped would leave bases muted
 def _make(
     token: str,
@@ -485,11 +501,10 @@ def _make(
     creation: dict[str, Any],
 ) -> Any:
     def build() -> Any:
-        if main.is_forked():  # objects that the process has inherited are of this class
-            module, path = creation["__module__"], creation["__qualname__"]
-            found = found_here(module, path)
-            if isinstance(found, type) and registry.known(found) is None:
-                return found
+        if main.is_forked():
+            inherited = _inherited(creation["__module__"], creation["__qualname__"], bases)
+            if inherited is not None:
+                return inherited
         try:
             with _muted(bases, known_only=True):
                 return maker.__new__(metaclass, name, bases, creation)

@@ -44,7 +44,8 @@ def was_set_here(module: str, name: str) -> bool:
         return False
     if not _forked:
         return module == "__main__"  # an import has set the others
-    return _initial.get(module, {}).get(name, MISSING) is not values[name]
+    inherited = _initial.get(module)  # None: an import has made it
+    return inherited is not None and inherited.get(name, MISSING) is not values[name]
 
 
 def forget_initial(module: str, name: str) -> None:
