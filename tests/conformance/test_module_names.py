@@ -588,3 +588,37 @@ class Plugin:
         scripts.write(tmp_path / f"{name}.py", text.format(name))
     out = scripts.run_ok([scripts.write(tmp_path / "program.py", SAME_NAMES)])
     assert out.splitlines() == ["True", "True True", "[True, True]"] * 2
+
+
+WITHOUT_A_PLACE = """
+    import importlib.util
+    import sys
+    import own_config
+    import xpool
+
+    def load(path):
+        spec = importlib.util.spec_from_file_location("twin", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    first, second = load(sys.argv[1]), load(sys.argv[1])
+    made = {}
+    exec("import own_config\\ndef rate(): return own_config.RATE, second()", made)
+    made["second"] = second.rate
+
+    if __name__ == "__main__":
+        for function in first.rate, second.rate, made["rate"]:
+            own_config.RATE += 1
+            with xpool.Pool(1) as pool:
+                assert pool.apply(function) == function(), (pool.apply(function), function())
+    """
+
+
+def test_globals_that_functions_without_a_module_read(tmp_path):
+    """Functions of two modules of one name, and of `exec`, see the globals of other modules."""
+    scripts.write(tmp_path / "own_config.py", "RATE = 7")
+    text = "def rate():\n    from own_config import RATE\n    return RATE"
+    twin = scripts.write(tmp_path / "file_of_twin.py", text)
+    program = scripts.write(tmp_path / "program.py", WITHOUT_A_PLACE)
+    assert scripts.run_ok([program, twin]) == ""

@@ -84,9 +84,10 @@ def _reduce_function(pickler: Context, function: FunctionType) -> Any:
     state: dict[str, Any] = {}
     space: Any
     known = module in sys.modules or pickler.follow  # others do not find a module made by hand
+    if not pickler.recurse:
+        pickler.names |= keys_of(function)
     if not pickler.recurse and known and module_of(values) is not None:
         space = canonical(module)
-        pickler.names |= keys_of(function)
         if pickler.blob is not None and is_open(function):
             pickler.blob.open.append(function)
         # An import hook may have rewritten the module here, but not in the receiver, as pytest's

@@ -151,15 +151,18 @@ def is_whole(values: dict[str, Any], use: Code) -> bool:
 
 
 def keys_of(function: FunctionType) -> set[Key]:
-    """Return the globals of the program that a function uses."""
+    """Return the globals of the program that a function uses.
+
+    If its globals are no module's, they go with the function, and are not among these.
+    """
     values = function.__globals__
     module = module_of(values)
-    if module is None or origin_of(module) == INSTALLED:
+    if module is not None and origin_of(module) == INSTALLED:
         return set()
     use = use_of(function.__code__)
-    found = {(module, name) for name in use.names}
+    found = set[Key]() if module is None else {(module, name) for name in use.names}
     whole = is_whole(values, use)
-    if whole:
+    if whole and module is not None:
         found.update((module, name) for name in list(values) if type(name) is str)
     modules = [
         (value, name in use.held or whole)
@@ -187,7 +190,7 @@ def keys_of(function: FunctionType) -> set[Key]:
     if not _OF_SOURCE.isdisjoint(use.attributes):
         found.add(("__main__", "__file__"))
     if not _ANY_CLASS.isdisjoint(use.attributes):
-        for one in {module, "__main__"}:
+        for one in {module or "__main__", "__main__"}:
             classes = (name for name, value in list(namespace(one).items()) if _is_class(value))
             found.update((one, name) for name in classes)
     if not _ANY_MODULE.isdisjoint(use.attributes):
