@@ -596,7 +596,7 @@ change~(2)
 ? own_tools~.Job().of(3), own_tools~.Job().code(), own_tools~.Job.Inner().get()
 > change~(3)
 > change~(4)
-%modes script module bare runpy %after pool.apply(own_tools~.fit, (3,)) == own_tools~.fit(3)
+%after pool.apply(own_tools~.fit, (3,)) == own_tools~.fit(3)
 %file own_tools~.py
 import sys
 def fit(x, rate=1, log=sys.stdout, *, seen={}, power=1):

@@ -149,10 +149,16 @@ def set_since_import(function: FunctionType) -> tuple[list[str], tuple[tuple[str
     others = [name for name, value in parts.items() if not is_constant(value)]
     file, name = code.co_filename, code.co_name
     # Code that `exec` has compiled, as for methods of data classes, has no file.
-    moved = file[:1] != "<" and file != function.__globals__.get("__file__", file)
+    moved = file.startswith(_INPUTS) or (
+        file[:1] != "<" and file != function.__globals__.get("__file__", file)
+    )
     if moved or (name != function.__name__ and name[:1] != "<" and not function.__closure__):
         others.append(CODE)
     return others, constant
+
+
+_INPUTS = "<stdin>", "<ipython-input", "<python-input"
+"""How the names begin that Python and IPython give to code which a user enters."""
 
 
 def annotations_of(obj: Any) -> dict[str, Any]:
