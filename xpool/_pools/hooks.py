@@ -24,9 +24,10 @@ def next_result(results: deque[Result], wait: Callable[[float], object], timeout
     """Do what `Hooks.pool_outqueue_get` of a pool does whose workers add to ``results``."""
     if not results and timeout > 0:
         wait(timeout)
-    if results:
+    try:
         return results.popleft()
-    raise queue.Empty
+    except IndexError:  # not checked first, because callers of `apply` pop results, too
+        raise queue.Empty from None
 
 
 class Carried:
