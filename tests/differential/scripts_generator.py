@@ -276,7 +276,9 @@ def script(seed: int) -> Script:
         giver = next(at for at, one in enumerate(parts) if one.number == part.other)
         parts.insert(draw.randint(giver + 1, len(parts)), part)
     in_main, early, first = draw.random() < 0.5, draw.random() < 0.5, draw.random() < 0.3
-    context = draw.choice((None, None, None, "spawn"))
+    context = draw.choice((None, None, "fork", "spawn"))
+    if any("cache_clear" in change for part in parts for change in part.statement.changes):
+        context = context if context == "spawn" else None  # a fork keeps results: see the docs
     return Script(mode, tuple(parts), in_main, early, first, context=context)
 
 
@@ -465,7 +467,8 @@ def judged(script: Script, folder: Path) -> tuple[list[Verdict], str]:
         if line.startswith(_MARK):
             key, turn, pid, wanted, found, error = json.loads(line[len(_MARK) :])
             part = numbers[key.split(".")[0]]
-            kind = _kind(part, wanted, found, error, err)
+            forked = script.context == "fork"
+            kind = _kind(part, wanted, found, error, err, forked)
             rows.append(Verdict(kind, key, turn, part.statement.name, wanted, found, error))
     if code is None:
         rows.append(Verdict("hang", "*", 0, f"after {len(rows)} probes", error=err[-4000:]))
@@ -478,7 +481,7 @@ def judged(script: Script, folder: Path) -> tuple[list[Verdict], str]:
     return rows, f"{out}\n--- stderr\n{err}"
 
 
-def _kind(part: Part, wanted: str, found: str, error: str, err: str) -> str:
+def _kind(part: Part, wanted: str, found: str, error: str, err: str, forked: bool) -> str:
     if wanted.startswith(_RAISED):
         return "the fork fails"
     if wanted == found:
@@ -491,7 +494,8 @@ def _kind(part: Part, wanted: str, found: str, error: str, err: str) -> str:
     # The warning names the lock: one of this statement ends in its number.
     if re.search(rf"own copy of the lock '\w+[a-z_]{part.number}\b", err):
         return "refused by name"
-    return "documented" if said.differs else "different in silence"
+    inherited = forked and said.unsent  # a fork has it, as the docs say
+    return "documented" if said.differs or inherited else "different in silence"
 
 
 def _run(script: Script, folder: Path) -> tuple[int | None, str, str]:
