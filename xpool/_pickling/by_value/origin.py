@@ -537,11 +537,7 @@ _OF_WORKERS = frozenset(
     {"xpool", "warnings", "signal", "threading", "multiprocessing", "subprocess", "time", "atexit"}
     | {"faulthandler", "gc", "importlib", "io", "pickle", "select", "selectors", "socket"}
 )
-"""Packages that a worker itself is made of: what the program assigns to them stays with it."""
-
-
-def is_of_workers(module: str) -> bool:
-    return module.partition(".")[0] in _OF_WORKERS
+"""Packages that a worker itself uses: their names in `sys.modules` lead to its own modules."""
 
 
 def key_of_alias(name: str) -> Key:
@@ -566,7 +562,9 @@ def aliases() -> Iterator[Key]:
         own = name_of(value)
         if own == name and not is_object(value):
             continue
-        if type(name) is not str or name in MAIN_NAMES or is_of_workers(name):
+        if type(name) is not str or name in MAIN_NAMES:
+            continue
+        if name.partition(".")[0] in _OF_WORKERS:
             continue
         if value is None or not _is_of_package(name, value, own):
             yield key_of_alias(name)
