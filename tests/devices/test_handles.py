@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from support.memory import own_arena
-from support.waiting import Gate, Mailbox, together
+from support.waiting import Gate, Mailbox, eventually, together
 
 import xpool
 from xpool import (
@@ -370,7 +370,8 @@ def test_a_tensor_is_freed_with_its_last_handle(make_two: Any):
     assert pool.apply(tasks.kept) <= 20
     del first
     gc.collect()
-    assert pool.apply(tasks.kept) == 0
+    # The pool's thread drops the unread results, and a caller's own answer may overtake it.
+    eventually(lambda: pool.apply(tasks.kept) == 0, "the worker freed all tensors")
 
 
 def test_unsendable_results_are_not_kept(make_two: Any):
