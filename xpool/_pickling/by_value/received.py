@@ -375,7 +375,8 @@ def _take_back(key: Key, to_import: bool) -> None:
     """Remove a global; with ``to_import``, set it to the object that the import has made."""
     _incoming.waiting.pop(key, None)
     original = originals.get(key, MISSING)
-    if main.is_forked() and origin_of(key[0]) == INSTALLED and "." not in key[1]:
+    inherited = to_import and main.is_forked() and origin_of(key[0]) == INSTALLED
+    if inherited and "." not in key[1]:
         original = original_of(*key)
     if to_import and original is not MISSING:
         _set(key, original)
