@@ -183,7 +183,8 @@ class Engine:
     def bars(self) -> list[str]:
         """Return the progress bars that running tasks draw."""
         with self.lock:
-            return [bar for worker, *_ in self._running() if (bar := worker.box.bar)]
+            bars = [worker.box.bar for worker, *_ in self._running()]
+        return [bar for bar in bars if bar]
 
     def statistics(self) -> dict[str, Any]:
         sched = self.sched

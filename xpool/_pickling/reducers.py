@@ -200,11 +200,12 @@ def find(kind: type) -> Reducer | None:
                 if reducer is not None:
                     return reducer
                 load = LAZY.get(base.__module__)
-                if load is not None:
-                    load()
-                    if LAZY.get(base.__module__) is load:  # `load` may have replaced the entry
-                        del LAZY[base.__module__]
-                    break
+                if load is None:
+                    continue
+                load()
+                if LAZY.get(base.__module__) is load:  # `load` may have replaced the entry
+                    del LAZY[base.__module__]
+                break
             else:
                 has_own = kind not in copyreg.dispatch_table and (
                     (kind.__flags__ & HEAP_TYPE and (_reduces(kind) or _is_bare(kind)))

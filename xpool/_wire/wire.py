@@ -443,17 +443,19 @@ class Spin:
         try:
             self._free = False
             now = begin = time.perf_counter()
-            while not (found := poll(0)):
+            while True:
+                if found := poll(0):
+                    self._skip = 1
+                    return found
                 if now - begin > _MOMENT:
                     self._left = self._skip
                     self._skip = min(2 * self._skip, _MOST)
                     return []
                 _give_way()
                 before, now = now, time.perf_counter()
-                if now - before > _AWAY:
-                    self._left = _LONG
-                    return poll(0)
-            self._skip = 1
-            return found
+                if now - before <= _AWAY:
+                    continue
+                self._left = _LONG
+                return poll(0)
         finally:
             self._free = True

@@ -120,7 +120,7 @@ class Peers:
         """Wait, at most ``seconds``, until one of ``names`` is lost.  Return the lost names."""
         with self._changed:
             self._changed.wait_for(lambda: any(name in self._lost for name in names), seconds)
-            return [name for name in names if name in self._lost]
+            return list(filter(self._lost.__contains__, names))
 
     def lose(self, name: str, reason: str, completed: dict[Any, int] | None = None) -> None:
         """Record that a process is lost.  `Farewell` describes ``completed``."""
@@ -138,7 +138,8 @@ class Peers:
         """Ignore later losses, because this process leaves.  Return the ranks that are not lost."""
         with self._changed:
             self._leaving = True
-            return [name for name in self.names if name not in self._lost and name != self.me]
+            lost = set(self._lost)
+        return [name for name in self.names if name not in lost and name != self.me]
 
 
 class CurrentWorld(Protocol):

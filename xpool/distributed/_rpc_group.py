@@ -64,12 +64,15 @@ class Register:
         """Return the holder and ``[]``, or None and all keys."""
         with self._lock:
             holder = self._holders.get((group_name, kind, key))
-            every = () if holder else self._holders
-            return holder, [one for *place, one in every if place == [group_name, kind]]
+            every = () if holder else tuple(self._holders)
+        return holder, [one for *place, one in every if place == [group_name, kind]]
 
     def drop(self, group_name: str) -> None:
         with self._lock:
-            self._holders = {k: one for k, one in self._holders.items() if k[0] != group_name}
+            for place in list(self._holders):
+                if place[0] != group_name:
+                    continue
+                del self._holders[place]
 
 
 def _in_register(method: str, *args: Any) -> Any:

@@ -96,9 +96,10 @@ def definition_of(cls: type, recurse: bool = False) -> Definition:
             state = Blob()
             data, names = write_blob(cls, recurse, state)
             entry, versions = _entry_of(cls), state.versions
-            # Another process has numbered the versions of received classes.
-            received = [version for one, version in versions.items() if not one.own]
-            version = next(_versions) if entry.own else max(received)
+            if entry.own:
+                version = next(_versions)
+            else:  # another process has numbered the versions of received classes
+                version = max(number for one, number in versions.items() if not one.own)
             blob = zlib.compress(data, 1)
             definition = Definition(version, blob, frozenset(names), versions, state.open)
             entry.definitions[recurse] = definition

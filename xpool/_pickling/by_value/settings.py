@@ -476,9 +476,11 @@ def _look() -> Snapshot:
             if source is not None:
                 with contextlib.suppress(Exception):  # else the row keeps its value
                     source.look()
-            elif _ready(row.module):
-                with contextlib.suppress(Exception):  # another module of the library's name
-                    _sources[row.name] = _Source(row)
+                continue
+            if not _ready(row.module):
+                continue
+            with contextlib.suppress(Exception):  # another module of the library's name
+                _sources[row.name] = _Source(row)
         rows = tuple(
             (row.name, source.serial, source.value)
             for row in TABLE
@@ -494,7 +496,7 @@ def _look() -> Snapshot:
         here = tuple(sources.pop(name).kept if name in sources else ... for name in _IN_LINE)
         mask = sources.pop("umask")
         # Libraries that are not imported yet, or whose import has not ended.
-        awaited = {row.module for row in TABLE if row.name not in _sources}
+        awaited = frozenset(row.module for row in TABLE if row.name not in _sources)
         _last = (
             found,
             here,
@@ -581,8 +583,9 @@ def begin_worker(serials: dict[str, Any]) -> None:
             taken = _process.taken[name] = _Taken()
             taken.value = taken.last = now
             taken.before = first
-            if serial:
-                _process.serials[name] = serial
+            if not serial:
+                continue
+            _process.serials[name] = serial
     before_imports(_ignore_warnings)
 
 
@@ -626,9 +629,9 @@ def receive(rows: Sequence[tuple[str, int, Any]], keep: Collection[str] = ()) ->
                 else:
                     del worker.serials[row.name]
                     taken.value = taken.before
-                _set(worker, row, taken, ready)
-            elif row.name in worker.waits and ready:
-                _set(worker, row, taken, True)
+            elif row.name not in worker.waits or not ready:
+                continue
+            _set(worker, row, taken, ready)
         if filters.missing:
             filters.add_missing()
     tell()
@@ -751,8 +754,9 @@ def _imported(module: Any) -> None:
             _hooked.discard(module.__name__)
             for worker in (_process, _thread):
                 for row in TABLE:
-                    if row.name in worker.waits and row.module == module.__name__:
-                        _set(worker, row, worker.taken[row.name], True)
+                    if row.name not in worker.waits or row.module != module.__name__:
+                        continue
+                    _set(worker, row, worker.taken[row.name], True)
     tell()
 
 
@@ -767,7 +771,7 @@ def tell() -> None:
     if not _problems:
         return
     with _lock:
-        texts = [one for one in dict.fromkeys(_problems) if one not in _told]
+        texts = list(dict.fromkeys(itertools.filterfalse(_told.__contains__, _problems)))
         _told.update(texts)
         _problems.clear()
     for text in texts:

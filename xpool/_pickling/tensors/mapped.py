@@ -128,9 +128,10 @@ def _shared_maps() -> list[_Map]:
         for line in map(os.fsdecode, maps):  # a path may have any bytes
             # The fields are: from-to, rights, offset, device, inode, path (proc(5)).
             extent, rights, offset, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
-            if rights.endswith("s") and path and not path[0].startswith(_OURS):
-                start, stop = (int(number, 16) for number in extent.split("-"))
-                found.append((start, stop, int(offset, 16), int(inode), path[0]))
+            if not rights.endswith("s") or not path or path[0].startswith(_OURS):
+                continue
+            start, stop = (int(number, 16) for number in extent.split("-"))
+            found.append((start, stop, int(offset, 16), int(inode), path[0]))
     return found
 
 
