@@ -391,7 +391,9 @@ class ForkServer:
         """End servers without workers, except the one with modules ``but``."""
         kept = None if but is None else (but, starting.credentials())
         with cls._lock:
-            for other in [s for s in cls._servers.values() if s._key != kept]:
+            for other in list(cls._servers.values()):
+                if other._key == kept:
+                    continue
                 # A server that another thread has just asked has an entry in `_live`: see `_fork`.
                 with other._sending:
                     if not other._live:

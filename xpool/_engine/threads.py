@@ -143,7 +143,8 @@ class Places:
     def of_job(self, job: int) -> list[PoolThread]:
         """Return the threads that run a task of this job now."""
         with self.lock:
-            return [pool_thread for pool_thread in self.threads.values() if pool_thread.job == job]
+            pool_threads = list(self.threads.values())
+        return [pool_thread for pool_thread in pool_threads if pool_thread.job == job]
 
 
 class HeldTasks:

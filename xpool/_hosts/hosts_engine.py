@@ -173,11 +173,11 @@ class HostEngine:
         """Return counts: of workers (ready, deaths), of tasks (waiting, running), ``pids``, and
         ``hosts``: the same counts for each host, by name."""
         with self.lock:
-            each = {
-                f"{agent.name}#{number}": agent.status.statistics
-                for number, agent in self.service.agents.items()
-                if not agent.ended
-            }
+            each: dict[str, Any] = {}
+            for number, agent in self.service.agents.items():
+                if agent.ended:
+                    continue
+                each[f"{agent.name}#{number}"] = agent.status.statistics
             held = list(self.sched.hosts.values())
             running = sum(one.get("running", 0) for one in each.values())
             sent = sum(len(h.permitted) + h.staged_items for h in held)

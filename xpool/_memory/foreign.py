@@ -107,9 +107,10 @@ class ForeignArena(Arena):
         try:
             file = _Part(own, ArenaFile.region_of(own))
             for attachment in range(HOLDS - 1, layout.FIRST_FOREIGN - 1, -1):
-                if layout.claim(file, own, attachment, foreign=True):
-                    foreign = _foreign[token] = cls(file, token, attachment)
-                    return foreign
+                if not layout.claim(file, own, attachment, foreign=True):
+                    continue
+                foreign = _foreign[token] = cls(file, token, attachment)
+                return foreign
             raise LookupError(
                 "a message of xpool lies in memory that "
                 f"{HOLDS - layout.FIRST_FOREIGN} processes have mapped already, which is the "

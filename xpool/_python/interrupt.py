@@ -221,8 +221,9 @@ def _lower(plan: tuple[Deferred, ...], before: Deferred | None) -> None:
     _shield.first = before
     try:
         for one in plan:
-            if _get_handler(one.signum) is one:  # else the program has set another
-                _set_handler(one.signum, one.handler)
+            if _get_handler(one.signum) is not one:  # the program has set another
+                continue
+            _set_handler(one.signum, one.handler)
     except BaseException:  # a restored handler has raised: restore the others
         _lower(plan, before)
         raise

@@ -598,7 +598,7 @@ class PushPullGradServerImpl:
         if managed is None:
             return
         with self._changed:
-            fit = [one for one in queue if facts_of(one) == managed]
+            fit = list(filter(lambda one: facts_of(one) == managed, queue))
             self.refused += len(queue) - len(fit)
             queue.clear()
             queue.extend(fit)
