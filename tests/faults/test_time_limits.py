@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from support import scripts, work
@@ -182,6 +183,26 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
     assert (pool.apply(work.pid) == pid) is runnable
 
 
+def test_a_stop_signal_comes_just_before_a_wait(make_pool, monkeypatch, gate):
+    """Python notices a signal that comes just before a wait when the wait is over. The signal is
+    repeated, so that the worker lives on."""
+    monkeypatch.setattr(monitor, "STARVED_SECONDS", WAIT)
+    pool = make_pool(Pool, 1)
+    pid = pool.apply(work.pid)
+    (slot,) = pool._engine.workers
+    sent, send = [], type(slot.handle).signal
+
+    def lose_the_first(handle, signum):
+        sent.append(signum)
+        if len(sent) > 1:
+            send(handle, signum)
+
+    monkeypatch.setattr(type(slot.handle), "signal", lose_the_first)
+    assert stopped(pool.apply_async(work.pass_gate, (gate.path,), timeout=LIMIT)).pid == pid
+    assert sent == [STOP_SIGNAL, STOP_SIGNAL]
+    assert pool.apply(work.pid) == pid
+
+
 def test_processor_times(make_pool, mailbox):
     """`processor_times` says how long a worker has run and waited, and whether it is runnable."""
     pool = make_pool(Pool, 1)
@@ -195,6 +216,28 @@ def test_processor_times(make_pool, mailbox):
     eventually(lambda: worker.processor_times(slot.pid)[0] > ran, "its run time grows")
     assert worker.processor_times(slot.pid)[1] >= waited
     spinning.cancel()
+
+
+def spin_in_a_thread(box, gate):
+    threading.Thread(target=work.post_and_spin, args=(box,), daemon=True).start()
+    work.pass_gate(gate)
+
+
+def test_a_worker_is_runnable_if_a_thread_of_it_is(make_pool, mailbox, gate):
+    """A thread that repeats the stop signal may wait for a processor while the task sleeps."""
+    pool = make_pool(Pool, 1)
+    result = pool.apply_async(spin_in_a_thread, (mailbox.path, gate.path))
+    mailbox.lines(1)
+    (slot,) = pool._engine.workers
+    eventually(lambda: not is_running(slot.pid), "the task's thread sleeps")
+    eventually(lambda: worker.processor_times(slot.pid)[2], "the worker is runnable")
+    gate.open()
+    result.get(WAIT)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the main thread of a process runs."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
 
 
 @pytest.mark.usefixtures("plugin")

@@ -425,9 +425,9 @@ def test_stopped_anywhere(make_pool, mailbox, rounds, monkeypatch):
     with more threads, one of which may get the signal."""
     # On a busy machine, a worker that gets no processor is otherwise killed after half a second.
     monkeypatch.setattr(monitor, "STARVED_SECONDS", WAIT)
-    pool = make_pool(P2PPool, 2)
+    ends = []
+    pool = make_pool(P2PPool, 2, on_worker_end=ends.append)
     pool.run_all(start_threads)
-    pids = pool.run_all(work.pid)
     for _ in range(rounds):
         running = threading.Thread(target=run_and_be_cancelled, args=(pool, mailbox.path))
         running.start()
@@ -436,7 +436,11 @@ def test_stopped_anywhere(make_pool, mailbox, rounds, monkeypatch):
             pool._submitter.cancel(job)
         running.join()
         assert [sender for sender, _ in pool.run_all(ring, 2, torch.ones(LARGE))] == [1, 0]
-    assert pool.run_all(work.pid) == pids
+    # Before Python 3.13, faulthandler crashes if the signal comes while a frame is being entered
+    # (docs/dev/signals.md): one stop in some thousand, on a busy machine.
+    crash = -signal.SIGSEGV if sys.version_info < (3, 13) else None
+    assert [end for end in ends if end.exitcode != crash] == []
+    assert len(ends) <= rounds // 50
 
 
 def places_of_stops() -> dict[str, bool]:

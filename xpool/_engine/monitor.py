@@ -658,7 +658,7 @@ class WorkerMonitor:
         """Ask a worker to stop its running task, and to begin nothing more."""
         self.recall(worker, item + 1)
         worker.interrupt(item, self._reactor.now())
-        self._overdue.schedule_by(worker, self._reactor.now() + STOP_GRACE_SECONDS)
+        self._overdue.schedule_by(worker, self._reactor.now() + STOP_GRACE_SECONDS / 2)
 
     def _kill_overdue(self, worker: WorkerProcess) -> None:
         """Kill a worker that has not stopped its task, or its start, within the grace period."""
@@ -670,6 +670,10 @@ class WorkerMonitor:
             # Without its last line, the stack may be half written.
             due = TASK_LINE in stack or not is_starved(worker, now)
         elif worker.interrupted is not None:
+            if now < worker.asked[0] + STOP_GRACE_SECONDS:
+                worker.interrupt_again()
+                self._overdue.schedule_by(worker, worker.asked[0] + STOP_GRACE_SECONDS)
+                return
             # The worker still runs that item after the grace period.
             due = worker.box.began == worker.interrupted + 1 and not is_starved(worker, now)
         else:

@@ -169,19 +169,27 @@ def _refuse(index: int, generation: int, attachment: int | None) -> bytes:
 
 def processor_times(pid: int | None) -> tuple[float, float, bool]:
     """Return how many seconds the main thread of a process has run, how many it has waited for a
-    processor, and whether it runs or waits now.  Zeros and False: unknown.
+    processor, and whether a thread of the process runs or waits now.  Zeros and False: unknown.
 
-    The main thread runs the tasks.  The system counts a wait only when it is over.
+    The main thread runs the tasks; another one may be about to repeat the signal that stops one.
+    The system counts a wait only when it is over.
     """
     try:
         # See the kernel's Documentation/scheduler/sched-stats.
         with open(f"/proc/{pid}/schedstat", "rb") as file:
             ran, waited = (int(word) * 1e-9 for word in file.read().split()[:2])
-        with open(f"/proc/{pid}/stat", "rb") as file:  # the process's name may have any bytes
-            state = file.read().rpartition(b")")[2].split()[0]
-    except (OSError, ValueError, IndexError):
+        threads = os.listdir(f"/proc/{pid}/task")
+    except (OSError, ValueError):
         return 0.0, 0.0, False
-    return ran, waited, state == b"R"
+    return ran, waited, any(_state(f"/proc/{pid}/task/{thread}/stat") == b"R" for thread in threads)
+
+
+def _state(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0]  # the name may have any bytes
+    except (OSError, IndexError):
+        return b""  # the thread has ended
 
 
 class WorkerProcess:
@@ -347,6 +355,16 @@ class WorkerProcess:
         self.box.ask(item + 1)
         self.asked = (now, *processor_times(self.pid)[:2])
         self.handle.signal(STOP_SIGNAL)
+
+    def interrupt_again(self) -> None:
+        """Repeat the signal of `interrupt`, if the worker has not left the item.
+
+        Python would not notice the first one if it came just before the main thread began to wait
+        in the system, for example in `time.sleep`.
+        """
+        assert self.handle is not None and self.interrupted is not None
+        if self.box.began == self.interrupted + 1:
+            self.handle.signal(STOP_SIGNAL)
 
     def ask_for_stack(self, now: float) -> None:
         """Ask a starting worker for its stack."""

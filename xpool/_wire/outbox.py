@@ -51,6 +51,7 @@ SIGUSR1 and SIGUSR2, and the C library uses the first real-time signals, but har
 HEADER = 4096
 CAPACITY = 256 * 1024
 NO_LIMIT = 2**64 - 1
+_FIRST_LINE = "Stack (most recent call first):"
 TASK_LINE = "Item: "
 """Prefix of the line about the item, which follows the stack.  Tasks in C code delay that line."""
 
@@ -226,7 +227,9 @@ class Outbox:
 
     def stack(self) -> str:
         """Return the text that the worker has written since the last request."""
-        return self._map[STACK_AT:SIZE].lstrip(b"\0").split(b"\0", 1)[0].decode(errors="replace")
+        text = self._map[STACK_AT:SIZE].lstrip(b"\0").split(b"\0", 1)[0].decode(errors="replace")
+        second = text.find(_FIRST_LINE, 1)  # if the signal was repeated
+        return text if second < 0 else text[:second]
 
     @property
     def intact(self) -> bool:
