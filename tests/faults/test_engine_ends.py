@@ -129,6 +129,7 @@ LIMITED = """
 @pytest.mark.parametrize("limit", [0.01, *also(0, 5)])
 def test_a_default_time_limit_of_sockets(tmp_path, limit):
     """`socket.setdefaulttimeout` changes nothing: each socket of xpool has its own time limit."""
+    pytest.importorskip("numpy", reason="the script sends arrays")
     text = LIMITED.format(limit=limit)
     assert scripts.run_ok([scripts.write(tmp_path / "limited.py", text)]) == "done\n"
 
