@@ -109,6 +109,30 @@ def test_with_run_all(make_pool, gate, mailbox):
     assert [worker for worker, *_ in pool.run_all(work.who)] == [0]
 
 
+def test_numbers_of_threads_that_begin_while_others_end(make_pool, mailbox, gate):
+    """A thread begins only in the place of one that has ended: no number is above the size."""
+    ends, go = [], threading.Event()
+
+    class Leisurely(ThreadPool):
+        """Its threads do something else before they end."""
+
+        @staticmethod
+        def worker(*args):
+            ThreadPool.worker(*args)
+            ends.append(1)
+            go.wait(WAIT)
+
+    pool = make_pool(Leisurely, 3)
+    pool.resize(1)
+    eventually(lambda: len(ends) == 2, "two threads are about to end")
+    pool.resize(3)
+    pool.resize(4)
+    go.set()
+    held = at_gate(pool, mailbox, gate, 4)
+    gate.open(4)
+    assert sorted(result.get(WAIT)[0] for result in held) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("kind", [xpool.P2PPool, xpool.CtxPool, xpool.CtxThreadPool])
 def test_pools_whose_workers_differ(kind, make_pool):
     """The error says why these pools cannot be resized."""

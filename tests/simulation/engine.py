@@ -171,7 +171,8 @@ class _Getter:
 
     def may_go_on(self) -> bool:
         if not self.begun:
-            return self.world.draw.getters.chance(0.3)
+            # One of many comes late: the worker may by then have other tasks before the call.
+            return self.world.draw.getters.chance(0.3 if self.world.most_getters < 40 else 0.03)
         events = bool(self.slot.poller.poll(0))
         return events or self.world.draw.getters.chance(0.05)
 
@@ -265,7 +266,8 @@ class EngineWorld(World):
         self.open: dict[int, TaskRange] = {}
         self.to_feed: list[TaskRange] = []
         self.calls: list[_Call] = []
-        self.gets = self.draw.getters.chance(0.3)  # whether callers wait for calls made before
+        # Callers that wait for a call made before: fewer than this number, of each call.
+        self.most_getters = self.draw.getters.one_of([0, 0, 0, 0, 3, 40, 40])
         self.getters: list[_Getter] = []
         self.cancellable: list[int] = []  # calls, answered ones too
         self.jobs = 0
@@ -472,8 +474,8 @@ class EngineWorld(World):
             self.engine.submit(TaskRange(CALLS, 0, job, items, bound, terms))
         else:
             self.engine.submit_call(job, items[0], terms)
-        if self.gets and kind != "wait":
-            gets = self.draw.getters.below(3)
+        if self.most_getters and kind != "wait":
+            gets = self.draw.getters.below(self.most_getters)
             self.getters += [_Getter(self, job) for _ in range(gets)]
 
     def priority(self, job: int) -> float:

@@ -358,7 +358,7 @@ def _(original, sched, *what):
 engine("no task is given when a heavy one has ended", WorkerMonitor, "_after_answers")(
     give_none(lambda sched: sched.heavy in sched.queued)
 )
-engine("no task is given when a heavy one is dropped", WorkerMonitor, "withdraw", pinned=4153)(
+engine("no task is given when a heavy one is dropped", WorkerMonitor, "withdraw", pinned=10727)(
     give_none(lambda sched: sched.heavy in sched.queued)
 )
 

@@ -114,10 +114,12 @@ class Places:
         self.over = 0  # surplus threads among `threads`
 
     def missing(self, size: int) -> list[int]:
-        """Return the empty places in which threads are to start, the lowest first."""
+        """Return the empty places in which threads are to start, the lowest first.
+
+        A surplus thread keeps its place until it has ended, and the next one starts then.
+        """
         missing = size - len(self.threads) + self.over
-        # After a `resize`, threads with higher numbers may remain.
-        free = (i for i in range(len(self.threads) + missing) if i not in self.threads)
+        free = (i for i in range(size) if i not in self.threads)
         return list(itertools.islice(free, max(missing, 0)))
 
     def is_surplus(self, me: PoolThread, size: int) -> bool:
