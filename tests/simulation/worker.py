@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool._engine.worker_process import WorkerProcess
-from xpool._wire.outbox import _SINCE, STOP_SIGNAL
+from xpool._wire.outbox import _SINCE, STACK_SIGNAL, STOP_SIGNAL
 from xpool._wire.wire import (
     BODY_AGAIN,
     BODY_ERROR,
@@ -63,7 +63,7 @@ class Handle:
         interrupts."""
         if signum == 9:
             self._worker.doomed = -9
-        elif signum == STOP_SIGNAL:
+        elif signum in (STOP_SIGNAL, STACK_SIGNAL):
             for worker in self._worker.siblings:
                 if not worker.deaf:
                     worker.asked = True

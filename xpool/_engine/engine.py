@@ -209,12 +209,12 @@ class Engine:
         describe = describe or self.ledger.describe
         begun = time.monotonic()
         with self.lock:
-            asked = stacks.ask(self.workers)
+            request = stacks.StackRequest(self.workers)
         while True:
             with self.lock:
                 waited = time.monotonic() - begun
                 workers = self.workers[: self.sched.size]
-                found = stacks.collect(workers, asked, self.sched, describe, waited)
+                found = request.collect(workers, self.sched, describe, waited)
             if found is not None:
                 return found
             time.sleep(0.005)  # the handlers write to the page, which wakes no thread

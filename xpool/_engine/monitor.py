@@ -652,7 +652,7 @@ class WorkerMonitor:
             self._checks.schedule_by(worker, (now if since is None else since) + self._start_limit)
         else:
             worker.ask_for_stack(now)
-            self._overdue.schedule_by(worker, now + STOP_GRACE_SECONDS)
+            self._overdue.schedule_by(worker, now + STOP_GRACE_SECONDS / 2)
 
     def _interrupt(self, worker: WorkerProcess, item: int) -> None:
         """Ask a worker to stop its running task, and to begin nothing more."""
@@ -665,19 +665,19 @@ class WorkerMonitor:
         if worker not in self._direct:
             self.drain(worker)
         starts, now = worker in self._starting, self._reactor.now()
-        if starts:
+        if not starts and worker.interrupted is None:
+            return
+        if now < worker.asked[0] + STOP_GRACE_SECONDS:
+            worker.ask_again()
+            self._overdue.schedule_by(worker, worker.asked[0] + STOP_GRACE_SECONDS)
+            return
+        if worker.interrupted is None:
             stack = worker.box.stack()
             # Without its last line, the stack may be half written.
             due = TASK_LINE in stack or not is_starved(worker, now)
-        elif worker.interrupted is not None:
-            if now < worker.asked[0] + STOP_GRACE_SECONDS:
-                worker.interrupt_again()
-                self._overdue.schedule_by(worker, worker.asked[0] + STOP_GRACE_SECONDS)
-                return
+        else:
             # The worker still runs that item after the grace period.
             due = worker.box.began == worker.interrupted + 1 and not is_starved(worker, now)
-        else:
-            return
         if not due:  # the worker has left the item, or lacked processor time
             self._overdue.schedule_by(worker, now + STOP_GRACE_SECONDS)
             return

@@ -1,7 +1,7 @@
-"""Stacks of workers: a signal asks for them, and its handler writes them into the shared page.
+"""Stacks of workers: signals ask for them, and their handlers write them into the shared page.
 
-The handler is faulthandler's, in C, so a worker that is stuck in C code answers, too.  A process
-that is stopped, or blocked in the kernel, does not answer; /proc says what it waits for.
+The handler of the second signal is in C, so a worker that is stuck in C code answers, too.  A
+process that is stopped, or blocked in the kernel, does not answer; /proc says what it waits for.
 """
 
 import os
@@ -13,13 +13,13 @@ from typing import NamedTuple
 from xpool._engine.answers import OURS, own_part
 from xpool._engine.jobs.scheduler import Scheduler
 from xpool._engine.worker_process import WorkerProcess
-from xpool._wire.outbox import NO_LIMIT, STOP_SIGNAL, TASK_LINE, Outbox
+from xpool._wire.outbox import NO_LIMIT, STACK_SIGNAL, STOP_SIGNAL, TASK_LINE, Outbox
 
 ANSWER_SECONDS = 0.5
 """Seconds to wait for a worker that was asked."""
 
 C_CODE_SECONDS = 0.1
-"""Seconds to wait for the line about the item, which a worker in C code cannot write."""
+"""Seconds to wait for the handler in Python, which a worker in C code does not run."""
 
 _STATES = {
     "D": "in the kernel, waiting for a device or file",
@@ -138,13 +138,16 @@ def _outside(pid: int, page: str, index: int) -> WorkerStack:
         turn, stack = box.turn, ""
         if turn is not None:
             box.clear_stack()
-            os.kill(pid, STOP_SIGNAL)
-            begun = time.monotonic()
-            while (waited := time.monotonic() - begun) < ANSWER_SECONDS:
-                stack = box.stack()
-                if TASK_LINE in stack or (stack and waited > C_CODE_SECONDS):
+            for signum, patience in (STOP_SIGNAL, C_CODE_SECONDS), (STACK_SIGNAL, ANSWER_SECONDS):
+                os.kill(pid, signum)
+                end = time.monotonic() + patience
+                while time.monotonic() < end:
+                    stack = box.stack()
+                    if TASK_LINE in stack or (stack and signum == STACK_SIGNAL):
+                        break
+                    time.sleep(0.005)
+                if stack:
                     break
-                time.sleep(0.005)
     finally:
         box.close()
     # The worker runs a task if the function of the loop that runs tasks is on the stack.
@@ -157,44 +160,47 @@ def _outside(pid: int, page: str, index: int) -> WorkerStack:
     )
 
 
-def ask(workers: list[WorkerProcess]) -> dict[WorkerProcess, int]:
-    """Ask all workers that can answer; return each with the generation of its process.
+class StackRequest:
+    """Asks all workers that can answer for their stacks.  Used with the engine's lock held."""
 
-    Called with the engine's lock held.
-    """
-    asked = {}
-    for worker in workers:
-        # Do not ask before its signal handler is installed, or while it must stop an item.
-        if worker.handle is None or not (worker.box.turn or worker.box.since) or worker.box.asked:
-            continue
-        worker.box.ask(NO_LIMIT)
-        worker.handle.signal(STOP_SIGNAL)
-        asked[worker] = worker.generation
-    return asked
+    def __init__(self, workers: list[WorkerProcess]) -> None:
+        self._asked: dict[WorkerProcess, int] = {}  # the generations of their processes
+        self._again = False
+        for worker in workers:
+            # Not before its signal handlers are installed, or while it must stop an item.
+            ready = worker.handle is not None and (worker.box.turn or worker.box.since)
+            if ready and not worker.box.asked:
+                worker.box.ask(NO_LIMIT)
+                worker.send_signal(STOP_SIGNAL)
+                self._asked[worker] = worker.generation
 
-
-def collect(
-    workers: list[WorkerProcess],
-    asked: dict[WorkerProcess, int],
-    sched: Scheduler,
-    describe: Callable[[int, int], str],
-    waited: float,
-) -> list[WorkerStack] | None:
-    """Return where the workers are that were asked ``waited`` seconds ago; None: keep waiting.
-
-    Called with the engine's lock held.
-    """
-    here = {worker for worker, generation in asked.items() if worker.generation == generation}
-    here = {worker for worker in here if worker.handle is not None and worker.interrupted is None}
-    stacks = [worker.box.stack() for worker in here]
-    if waited < C_CODE_SECONDS and not all(TASK_LINE in stack for stack in stacks):
-        return None
-    if waited < ANSWER_SECONDS and not all(stacks):
-        return None
-    told = dict(zip(here, stacks, strict=True))
-    for worker in here:
-        worker.box.ask(0)
-    return [_stack_of(worker, told.get(worker, ""), sched, describe) for worker in workers]
+    def collect(
+        self,
+        workers: list[WorkerProcess],
+        sched: Scheduler,
+        describe: Callable[[int, int], str],
+        waited: float,
+    ) -> list[WorkerStack] | None:
+        """Return where the workers are, ``waited`` seconds after the request; None: not yet."""
+        told = {
+            worker: worker.box.stack()
+            for worker, generation in self._asked.items()
+            if worker.generation == generation
+            and worker.handle is not None
+            and worker.interrupted is None
+        }
+        if not all(TASK_LINE in stack for stack in told.values()):
+            if waited < C_CODE_SECONDS:
+                return None
+            for worker in () if self._again else told:
+                if not told[worker]:
+                    worker.send_signal(STACK_SIGNAL)
+            self._again = True
+            if waited < ANSWER_SECONDS and not all(told.values()):
+                return None
+        for worker in told:
+            worker.box.ask(0)
+        return [_stack_of(worker, told.get(worker, ""), sched, describe) for worker in workers]
 
 
 def _stack_of(

@@ -21,7 +21,7 @@ from xpool._engine.relay import LogSocket, Relay
 from xpool._memory.arena import Arena
 from xpool._python import descriptors
 from xpool._python.descriptors import disown, owned
-from xpool._wire.outbox import NO_LIMIT, STOP_SIGNAL, Outbox, make_file
+from xpool._wire.outbox import NO_LIMIT, STACK_SIGNAL, STOP_SIGNAL, Outbox, make_file
 from xpool._wire.wire import FrameReader, FrameWriter, Refusal
 from xpool._worker.entry import ONE, SEVERAL
 
@@ -348,30 +348,31 @@ class WorkerProcess:
 
     def interrupt(self, item: int, now: float) -> None:
         """Ask the worker to stop an item; the worker was recalled before."""
-        assert self.handle is not None
         self._transition(WorkerEvent.INTERRUPT)
         self.interrupted = item
         # The signal's handler compares this with the running item, so that it cannot hit the next.
         self.box.ask(item + 1)
         self.asked = (now, *processor_times(self.pid)[:2])
-        self.handle.signal(STOP_SIGNAL)
+        self.send_signal(STOP_SIGNAL)
 
-    def interrupt_again(self) -> None:
-        """Repeat the signal of `interrupt`, if the worker has not left the item.
+    def ask_again(self) -> None:
+        """Repeat what `interrupt` or `ask_for_stack` asked for, unless the item is over.
 
-        Python would not notice the first one if it came just before the main thread began to wait
-        in the system, for example in `time.sleep`.
+        Python would not notice the first signal if it came just before the main thread began to
+        wait in the system, for example in `time.sleep`.  A worker in C code writes its stack now.
         """
-        assert self.handle is not None and self.interrupted is not None
-        if self.box.began == self.interrupted + 1:
-            self.handle.signal(STOP_SIGNAL)
+        if self.interrupted is None or self.box.began == self.interrupted + 1:
+            self.send_signal(STOP_SIGNAL if self.box.stack() else STACK_SIGNAL)
 
     def ask_for_stack(self, now: float) -> None:
         """Ask a starting worker for its stack."""
-        assert self.handle is not None
         self.box.ask(NO_LIMIT)  # no item
         self.asked = (now, *processor_times(self.pid)[:2])
-        self.handle.signal(STOP_SIGNAL)
+        self.send_signal(STOP_SIGNAL)
+
+    def send_signal(self, number: int) -> None:
+        assert self.handle is not None
+        self.handle.signal(number)
 
     def broken_off(self) -> str:
         """End an interrupt: the item is over; return the stack that it was stopped in."""

@@ -18,7 +18,7 @@ does not read them here, because a worker that writes to wrong addresses may hav
     turn    worker   start of the first unanswered task, in ns as `since`
     counts  worker   what it has counted: a word for each of `COUNTERS`
     bar     worker   the progress bar that its task draws, as text
-    stack   both     the worker's stack when it got `STOP_SIGNAL`, as text
+    stack   both     the worker's stack when it got `STOP_SIGNAL` or `STACK_SIGNAL`, as text
 
 A processor may see the stores of another one late.  So the parent reads answers up to a mark that
 came through the pipe, because the system calls of both sides order the memory.  After the worker's
@@ -27,9 +27,8 @@ reads up to the `tail` that it saw some milliseconds earlier.  After the parent 
 `limit`, it waits some milliseconds before it relies on the limit.  So the worker writes `began`
 before it reads `limit`, and restores `began` if `limit` forbids the item.
 
-faulthandler's signal handler, which is C code, writes the stack.  It needs neither the interpreter
-nor a lock, so it also works for a task that hangs in C code.  It writes into the file, at an offset
-beyond the answers.  The parent reads the stack when the task has ended or was killed.
+The handlers of two signals write the stack into the file, beyond the answers: see
+`xpool._worker.stopping`.  The parent reads it when the task has ended or was killed.
 """
 
 from __future__ import annotations
@@ -46,12 +45,13 @@ from xpool._wire.wire import ENTRY, ERROR_BIT
 STOP_SIGNAL: int = signal.SIGRTMIN + 7 if sys.platform == "linux" else signal.SIGUSR2
 """Asks a worker to write its stack and to break off the item that `stop` names.  Libraries use
 SIGUSR1 and SIGUSR2, and the C library uses the first real-time signals, but hardly this one."""
+STACK_SIGNAL: int = signal.SIGRTMIN + 8 if sys.platform == "linux" else signal.SIGUSR1
+"""Asks for the same, and makes a worker that is in C code write its stack at once."""
 
 # In bytes: a page of words, the ring of answers, and the stack.
 HEADER = 4096
 CAPACITY = 256 * 1024
 NO_LIMIT = 2**64 - 1
-_FIRST_LINE = "Stack (most recent call first):"
 TASK_LINE = "Item: "
 """Prefix of the line about the item, which follows the stack.  Tasks in C code delay that line."""
 
@@ -128,10 +128,6 @@ class Outbox:
     def told_to_stop(self) -> bool:
         """Whether the parent has asked to break off the item that was entered last."""
         return self.words[_STOP] == self.words[_BEGAN]
-
-    def has_text(self, end: int) -> bool:
-        """Whether the file has a stack that ends at this offset, and was not cleared since."""
-        return end > STACK_AT and self._map[min(end, SIZE) - 1] != 0
 
     def count(self, counter: str, n: int = 1) -> None:
         at = _COUNTS[counter]
@@ -227,9 +223,8 @@ class Outbox:
 
     def stack(self) -> str:
         """Return the text that the worker has written since the last request."""
-        text = self._map[STACK_AT:SIZE].lstrip(b"\0").split(b"\0", 1)[0].decode(errors="replace")
-        second = text.find(_FIRST_LINE, 1)  # if the signal was repeated
-        return text if second < 0 else text[:second]
+        text = self._map[STACK_AT:SIZE].lstrip(b"\0").split(b"\0", 1)[0]
+        return text.decode(errors="replace")
 
     @property
     def intact(self) -> bool:

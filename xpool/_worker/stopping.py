@@ -1,11 +1,14 @@
-"""The signal that makes a worker break off its task, or write its stack.
+"""The signals that make a worker break off its task, or write its stack.
 
-The signal has two handlers, called one after the other.  faulthandler's handler, in C, writes the
-stack of the main thread into the outbox's file, whatever the interpreter is doing.  Then it calls
-Python's handler, which runs the handler of this module when the main thread next runs Python code.
-This raises `TaskStopped` if the worker still runs the task to be stopped.  If a task is stuck in C
-code, this handler does not run, and the worker is killed.  During an import, or in the arena's
-bookkeeping (`xpool._python.interrupt`), the error is raised a moment later.
+When the main thread next runs Python code, the handler of `STOP_SIGNAL` writes the stack into the
+outbox's file, and raises `TaskStopped` if the worker still runs the task to be stopped.  During an
+import, or in the arena's bookkeeping (`xpool._python.interrupt`), it raises a moment later.
+
+If a task is stuck in C code, this handler does not run, and the worker is killed.  Before that, the
+parent sends `STACK_SIGNAL`.  faulthandler's handler, in C, writes the stack of the main thread
+whatever the interpreter is doing, and then the first handler is due, too.  This is not the first
+signal: before Python 3.13, faulthandler crashes if its signal interrupts the interpreter while it
+enters a function.
 """
 
 from __future__ import annotations
@@ -20,9 +23,14 @@ from types import CodeType, FrameType
 
 from xpool._python.import_hooks import IMPORTER
 from xpool._python.interrupt import keeps_clear, may_raise
-from xpool._wire.outbox import SIZE, STACK, STACK_AT, STOP_SIGNAL, TASK_LINE, Outbox
+from xpool._wire.outbox import STACK, STACK_AT, STACK_SIGNAL, STOP_SIGNAL, TASK_LINE, Outbox
 from xpool._worker.callables import item_of
 from xpool.errors import TaskStopped
+
+SIGNALS = STOP_SIGNAL, STACK_SIGNAL
+
+MOST_FRAMES = 100
+"""The most frames of a stack, as with faulthandler."""
 
 
 def stack_of(frame: FrameType | None, ours: tuple[str, ...] = ()) -> str:
@@ -30,8 +38,11 @@ def stack_of(frame: FrameType | None, ours: tuple[str, ...] = ()) -> str:
 
     It ends before the first frame of a file in ``ours``.
     """
-    lines = []
+    lines: list[str] = []
     while frame is not None and frame.f_code.co_filename not in ours:
+        if len(lines) == MOST_FRAMES:
+            lines.append("  ...")
+            break
         code = frame.f_code
         lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
         frame = frame.f_back
@@ -54,55 +65,59 @@ def may_stop(frame: FrameType | None, task: FrameType | None = None) -> bool:
     return may_raise(frame)
 
 
+def report_of(frame: FrameType | None) -> bytes:
+    """Return the text about a thread for the outbox: its stack and the item that it runs."""
+    text = f"{stack_of(frame)}\n{TASK_LINE}{item_of(frame)}\n"
+    return text.encode(errors="backslashreplace")[: STACK // 2 - 1] + b"\0"
+
+
 def listen(box: Outbox, fd: int, inside: CodeType) -> None:
-    """Handle `STOP_SIGNAL` from now on: raise `TaskStopped` while a frame of ``inside`` runs.
+    """Handle the two signals from now on: raise `TaskStopped` while a frame of ``inside`` runs.
 
     ``fd`` is the outbox's file, kept open for the stack.
     """
 
     raised = 0  # the last item in which it raised, plus 1
+    start = STACK_AT  # the offset of the next text, for faulthandler that of the file
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        nonlocal raised
-        end = os.lseek(fd, 0, os.SEEK_CUR)
-        if not box.told_to_stop():  # only the stack was asked for, or the task has ended
-            # Write the item after the stack, if there is room.
-            if end < SIZE - 1024:
-                os.write(fd, f"{TASK_LINE}{item_of(frame)}\n".encode())
-            os.lseek(fd, STACK_AT, os.SEEK_SET)  # for the next stack
-            return
-        began = box.began
-        if began == raised:
+        nonlocal raised, start
+        os.lseek(fd, start, os.SEEK_SET)
+        # Read once: the parent may name the item at any moment, and the signal comes again then.
+        told, began = box.told_to_stop(), box.began
+        if told and began == raised:
             return  # a second exception would interrupt the task's cleanup
+        end = start + os.pwrite(fd, report_of(frame), start)
+        if not told:  # only the stack was asked for, or the task has ended
+            return
         at = frame
         while at is not None and at.f_code is not inside:
             at = at.f_back
-        # Without a text, this signal asked for the stack before the parent named an item.
-        if at is not None and box.has_text(end) and may_stop(frame, at):
-            # The next stack follows this one, which the parent reads first.  So that of a signal
-            # that arrives during the task's cleanup does not replace it.
-            if end > STACK_AT + STACK // 2:
-                os.lseek(fd, STACK_AT, os.SEEK_SET)
+        if at is not None and may_stop(frame, at):
+            # The next text follows this one, which the parent reads first.  So a stack that is
+            # asked for during the task's cleanup does not replace it.
+            start = end if end <= STACK_AT + STACK // 2 else STACK_AT
+            os.lseek(fd, start, os.SEEK_SET)
             raised = began
             raise TaskStopped("its time is over, or it was cancelled")
-        os.lseek(fd, STACK_AT, os.SEEK_SET)
         if at is not None:
             # `threading.Thread.start` would wait for the thread, and this is a handler.
-            _thread.start_new_thread(again, (signum,))
+            _thread.start_new_thread(again, ())
 
     keeps_clear(stop)
-    os.lseek(fd, STACK_AT, os.SEEK_SET)
-    signal.signal(STOP_SIGNAL, stop)
+    os.lseek(fd, start, os.SEEK_SET)
+    for number in SIGNALS:
+        signal.signal(number, stop)
     # Registered last: with ``chain`` it writes the stack, then calls the handler that it found.
-    faulthandler.register(STOP_SIGNAL, file=fd, all_threads=False, chain=True)
+    faulthandler.register(STACK_SIGNAL, file=fd, all_threads=False, chain=True)
     # A forked process inherits the blocked signals of the thread that forked it.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def again(signum: int) -> None:
-    """Send the main thread the signal again after a moment.  Runs in a thread of its own."""
+def again() -> None:
+    """Send the main thread `STOP_SIGNAL` after a moment.  Runs in a thread of its own."""
     time.sleep(0.001)  # lets the main thread run on
     # A signal, not `interrupt_main`: it must also end a wait that the main thread has begun.
     main = threading.main_thread().ident
     if main is not None:
-        signal.pthread_kill(main, signum)
+        signal.pthread_kill(main, STOP_SIGNAL)

@@ -31,11 +31,10 @@ from typing import Any
 
 from xpool._python.starting import PromptThread
 from xpool._python.worker_local import share_process
-from xpool._wire.outbox import STACK, STACK_AT, STOP_SIGNAL, TASK_LINE, Outbox
-from xpool._worker.callables import item_of
+from xpool._wire.outbox import STACK_AT, Outbox
 from xpool._worker.loop import become
 from xpool._worker.loop import run as serve
-from xpool._worker.stopping import again, may_stop, stack_of
+from xpool._worker.stopping import SIGNALS, again, may_stop, report_of
 from xpool.errors import TaskStopped
 
 
@@ -80,8 +79,9 @@ def run(
     all_ready = threading.Event()
     workers: list[WorkerThread] = []
     # A signal handler may call `SimpleQueue.put`, even while this thread is in `get`.
-    signal.signal(STOP_SIGNAL, lambda signum, frame: news.put(None))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL])
+    for number in SIGNALS:
+        signal.signal(number, lambda signum, frame: news.put(None))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     for config, channel in zip(configs, channels):
         workers.append(WorkerThread(news, all_ready, config, channel, inherited))
         workers[-1].start()
@@ -146,7 +146,7 @@ class WorkerThread(PromptThread):
 
     def begins(self, box: Outbox, fd: int) -> None:
         """Take the outbox.  Called instead of `listen`, which needs the main thread."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, [STOP_SIGNAL])  # the main thread handles it
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the main thread handles them
         self.box = box
         self.fd = fd
 
@@ -183,8 +183,7 @@ class WorkerThread(PromptThread):
         if self.box.told_to_stop() and self._raised == self.box.began:
             return
         frame = sys._current_frames().get(self.ident or 0)
-        text = f"{stack_of(frame)}\n{TASK_LINE}{item_of(frame)}\n"
-        os.pwrite(self.fd, text.encode()[: STACK - 1] + b"\0", STACK_AT)
+        os.pwrite(self.fd, report_of(frame), STACK_AT)
 
     def break_off(self) -> None:
         """Raise `TaskStopped` in the thread, if it is in the task to be stopped."""
@@ -198,7 +197,7 @@ class WorkerThread(PromptThread):
                 at = frame.f_lasti
                 # The thread cannot be interrupted now: repeat the signal a moment later.
                 if not may_stop(frame):
-                    _thread.start_new_thread(again, (STOP_SIGNAL,))
+                    _thread.start_new_thread(again, ())
                     return
                 # Raise only if the thread has not moved since the check; otherwise check again.
                 if sys._current_frames().get(self.ident or 0) is frame and frame.f_lasti == at:
