@@ -621,6 +621,18 @@ def _(original, monitor, number):
     return None
 
 
+@engine(
+    "a task has two turns, since its worker has changed", WorkerMonitor, "take_over", pinned=15888
+)
+def _(original, monitor, number):
+    turns = monitor._direct.turns
+    before = turns.pop(number, None)
+    worker = original(monitor, number)
+    if worker is None and before is not None:
+        turns[number] = before
+    return worker
+
+
 # -- processes that start: what is raised there is taken for a refusal of the system ---------------
 
 

@@ -437,6 +437,9 @@ class WorkerMonitor:
 
         Return the worker.  None: no worker has only this task, or another thread receives it.
         """
+        # The turn of a thread whose task was taken back from its worker is not over yet.
+        if number in self._direct.turns:
+            return None
         for worker in self.workers:
             in_flight = worker.in_flight
             if in_flight.sent - in_flight.answered != 1:

@@ -102,7 +102,7 @@ def listen(box: Outbox, fd: int, inside: CodeType) -> None:
             raise TaskStopped("its time is over, or it was cancelled")
         if at is not None:
             # `threading.Thread.start` would wait for the thread, and this is a handler.
-            _thread.start_new_thread(again, ())
+            _thread.start_new_thread(again, (STOP_SIGNAL,))
 
     keeps_clear(stop)
     os.lseek(fd, start, os.SEEK_SET)
@@ -114,10 +114,10 @@ def listen(box: Outbox, fd: int, inside: CodeType) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def again() -> None:
-    """Send the main thread `STOP_SIGNAL` after a moment.  Runs in a thread of its own."""
+def again(signum: int) -> None:
+    """Send the main thread the signal again after a moment.  Runs in a thread of its own."""
     time.sleep(0.001)  # lets the main thread run on
     # A signal, not `interrupt_main`: it must also end a wait that the main thread has begun.
     main = threading.main_thread().ident
     if main is not None:
-        signal.pthread_kill(main, STOP_SIGNAL)
+        signal.pthread_kill(main, signum)

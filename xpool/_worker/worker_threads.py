@@ -31,7 +31,7 @@ from typing import Any
 
 from xpool._python.starting import PromptThread
 from xpool._python.worker_local import share_process
-from xpool._wire.outbox import STACK_AT, Outbox
+from xpool._wire.outbox import STACK_AT, STOP_SIGNAL, Outbox
 from xpool._worker.loop import become
 from xpool._worker.loop import run as serve
 from xpool._worker.stopping import SIGNALS, again, may_stop, report_of
@@ -197,7 +197,7 @@ class WorkerThread(PromptThread):
                 at = frame.f_lasti
                 # The thread cannot be interrupted now: repeat the signal a moment later.
                 if not may_stop(frame):
-                    _thread.start_new_thread(again, ())
+                    _thread.start_new_thread(again, (STOP_SIGNAL,))
                     return
                 # Raise only if the thread has not moved since the check; otherwise check again.
                 if sys._current_frames().get(self.ident or 0) is frame and frame.f_lasti == at:
