@@ -65,9 +65,9 @@ def may_stop(frame: FrameType | None, task: FrameType | None = None) -> bool:
     return may_raise(frame)
 
 
-def report_of(frame: FrameType | None) -> bytes:
+def report_of(frame: FrameType | None, item: str) -> bytes:
     """Return the text about a thread for the outbox: its stack and the item that it runs."""
-    text = f"{stack_of(frame)}\n{TASK_LINE}{item_of(frame)}\n"
+    text = f"{stack_of(frame)}\n{TASK_LINE}{item}\n"
     return text.encode(errors="backslashreplace")[: STACK // 2 - 1] + b"\0"
 
 
@@ -87,7 +87,8 @@ def listen(box: Outbox, fd: int, inside: CodeType) -> None:
         told, began = box.told_to_stop(), box.began
         if told and began == raised:
             return  # a second exception would interrupt the task's cleanup
-        end = start + os.pwrite(fd, report_of(frame), start)
+        # Of a task to be stopped, the parent knows the item.
+        end = start + os.pwrite(fd, report_of(frame, "" if told else item_of(frame)), start)
         if not told:  # only the stack was asked for, or the task has ended
             return
         at = frame

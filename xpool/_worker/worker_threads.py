@@ -32,6 +32,7 @@ from typing import Any
 from xpool._python.starting import PromptThread
 from xpool._python.worker_local import share_process
 from xpool._wire.outbox import STACK_AT, STOP_SIGNAL, Outbox
+from xpool._worker.callables import item_of
 from xpool._worker.loop import become
 from xpool._worker.loop import run as serve
 from xpool._worker.stopping import SIGNALS, again, may_stop, report_of
@@ -183,7 +184,7 @@ class WorkerThread(PromptThread):
         if self.box.told_to_stop() and self._raised == self.box.began:
             return
         frame = sys._current_frames().get(self.ident or 0)
-        os.pwrite(self.fd, report_of(frame), STACK_AT)
+        os.pwrite(self.fd, report_of(frame, item_of(frame)), STACK_AT)
 
     def break_off(self) -> None:
         """Raise `TaskStopped` in the thread, if it is in the task to be stopped."""
