@@ -19,6 +19,7 @@ from support import scripts, work
 from support.tiers import also
 
 from xpool import P2PPool, Pool, PoolBroken, PoolClosed, TaskNotPicklable, ThreadPool
+from xpool._python import interrupt
 from xpool._python.interrupt import deliver, interruptible, pending, shielded
 
 pytestmark = pytest.mark.xpool_only
@@ -324,6 +325,38 @@ def test_a_handler_installed_in_an_interruptible_part(handler):
 
     shielded(lambda: change())()
     assert signal.getsignal(SIGNAL) is other
+
+
+def test_two_signals_while_handlers_are_replaced(handler, monkeypatch):
+    """If a handler raises before it is replaced, and once more before those that were replaced are
+    restored, the next shielded function defers it all the same."""
+    ring, at_interrupt, done = handler(), signal.getsignal(signal.SIGINT), []
+    replace = interrupt._set_handler
+
+    def too_late(signum: int, new: Any) -> Any:
+        if signum == SIGNAL:
+            raise Late
+        return replace(signum, new)
+
+    def raise_late(*args: Any) -> None:
+        raise Late
+
+    @shielded
+    def keep_books() -> None:
+        strike()
+        done.append("whole")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(interrupt, "_set_handler", too_late)
+        patch.setattr(interrupt, "_lower", raise_late)
+        with pytest.raises(Late):
+            keep_books()
+    assert signal.getsignal(signal.SIGINT) is at_interrupt
+    with pytest.raises(Late):
+        keep_books()
+    assert done == ["whole"]
+    assert signal.getsignal(SIGNAL) is ring
+    assert signal.getsignal(signal.SIGINT) is at_interrupt
 
 
 def test_other_threads_call_no_handler(handler):

@@ -32,7 +32,8 @@ from xpool._python import at_fork
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-# Signals that may arrive repeatedly are last, so that all other handlers are set before theirs.
+# Signals that may arrive repeatedly are last: their handlers are replaced first and restored last,
+# so that they cannot raise while the others' are replaced or restored.
 _NAMES = (
     "SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGVTALRM", "SIGALRM",
 )  # fmt: skip
@@ -83,14 +84,14 @@ _marks[id(Deferred._call.__code__)] = False
 class _Shield:
     """The installed `Deferred`s.  Only the main thread uses it."""
 
-    __slots__ = ("address", "first", "found", "main", "plan", "sigaction")
+    __slots__ = ("address", "found", "last", "main", "plan", "sigaction")
 
     def __init__(self) -> None:
         self.sigaction: Any = None  # the C library's, when it was needed
         self.address: int | None = None  # of Python's own C function for all signals
         self.main = threading.main_thread().ident
-        # The first installed one.  If it still handles its signal, a shielded function is running.
-        self.first: Deferred | None = None
+        # The one that is installed last.  While it handles its signal, a shielded function runs.
+        self.last: Deferred | None = None
         # The program's handlers at the last call, and their replacements.
         self.found: list[Any] = []
         self.plan: tuple[Deferred, ...] = ()
@@ -116,9 +117,9 @@ def shielded(func: F) -> F:
     def whole(*args: Any, **kwds: Any) -> Any:
         if get_ident() != _shield.main:
             return func(*args, **kwds)  # Python runs signal handlers only in the main thread
-        first = _shield.first
+        last = _shield.last
         # Compare with the present handler, because an interruptible part may have set another.
-        if first is not None and _get_handler(first.signum) is first:
+        if last is not None and _get_handler(last.signum) is last:
             return func(*args, **kwds)  # within another shielded function
         # Handlers seldom change between calls, so the plan of the last call usually fits.
         found = [*map(_get_handler, _SIGNALS)]
@@ -126,8 +127,8 @@ def shielded(func: F) -> F:
         try:
             # In the `try`, so that `_lower` removes them if a handler raises here.
             if plan:
-                _shield.first = plan[0]
-                for one in plan:
+                _shield.last = plan[0]
+                for one in reversed(plan):
                     _set_handler(one.signum, one)
             return func(*args, **kwds)
         finally:
@@ -136,7 +137,7 @@ def shielded(func: F) -> F:
                     _deliver_outside(sys._getframe(1))
             finally:
                 try:
-                    _lower(plan, first)
+                    _lower(plan, last)
                 finally:
                     # More may have been deferred before `_lower` restored the program's handlers.
                     if pending:
@@ -218,7 +219,7 @@ def _deliver_outside(frame: FrameType) -> None:
 
 @uninterrupted
 def _lower(plan: tuple[Deferred, ...], before: Deferred | None) -> None:
-    _shield.first = before
+    _shield.last = before
     try:
         for one in plan:
             if _get_handler(one.signum) is not one:  # the program has set another
