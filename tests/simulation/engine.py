@@ -854,7 +854,7 @@ class EngineWorld(World):
         ended = [*(handle for handle, _ in self.reports), *self.untold]
         unreported = [one for handle in ended for one in handle._worker.siblings]
         for worker in [*self.workers, *unreported]:
-            which = worker.at_work or worker.at_door or worker.unsafe
+            which = worker.at_work or worker.at_door or worker.unsent
             if which is None:
                 continue
             task, limit = self.known[which], self.limits.get(which[0])
@@ -863,7 +863,7 @@ class EngineWorld(World):
             task.longest = max(task.longest, self.now - worker.came_at)
             if limit is None or self.ended_violently:
                 continue
-            if which == worker.unsafe and ran >= limit.seconds and task.finished is not None:
+            if which == worker.unsent and ran >= limit.seconds and task.finished is not None:
                 # The answer is delayed for so long that the parent may interrupt the task.
                 task.finished = None
                 task.over += 1

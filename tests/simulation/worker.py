@@ -113,7 +113,8 @@ class Worker:
         self.at_work: tuple[int, int] | None = None  # the running task
         self.began_at = 0.0  # when that began
         self.came_at = 0.0  # when that was announced
-        self.unsafe: tuple[int, int] | None = None  # finished, with its answer not yet sent
+        self.unsafe: tuple[int, int] | None = None  # finished, and its answer would die with this
+        self.unsent: tuple[int, int] | None = None  # finished, with its answer not yet announced
         self.at_door: tuple[int, int] | None = None  # announced, and not begun yet
         self._buffer = bytearray()
         self._outgoing: list[bytes] = []  # from the protocol, not yet written by this process
@@ -264,7 +265,8 @@ class Worker:
                     self._replies.ring()
                     yield from self._write()
                 return plan.code
-            self.at_work, self.unsafe = None, plan.task
+            self.at_work = None
+            self.unsafe = self.unsent = plan.task
             world.finishes(plan, self.came_at)
             error = BODY_ERROR if plan.error or stopped else 0
             if plan.again and not stopped:
@@ -275,5 +277,5 @@ class Worker:
                 self.unsafe = None
                 yield None
             yield from self._write()
-            self.unsafe = None
+            self.unsafe = self.unsent = None
         return None
