@@ -9,6 +9,7 @@ import pytest
 from support import scripts
 
 import xpool
+from xpool._engine.launch import ProcessLauncher
 from xpool._python import import_hooks
 
 pytestmark = [
@@ -23,6 +24,16 @@ HALF = """
     sys.half_begun.set()
     sys.half_may_go_on.wait()
     LAST = 2
+"""
+
+LATE = """
+    import os, sys
+    import late_half.part
+
+    if os.getpid() == sys.late_half[0]:
+        sys.late_half[1].set()
+        sys.late_half[2].wait()
+    LAST = 5
 """
 
 USES_POOL = """
@@ -83,6 +94,37 @@ def test_import_that_does_not_go_on(half, monkeypatch):
     monkeypatch.setattr(import_hooks, "_STILL", 0.0)
     with xpool.Pool(1, context="fork", maxtasksperchild=1) as pool:
         assert [pool.apply(last_of_half) for _ in range(2)] == [None, None]
+
+
+def test_import_that_begins_just_before_the_fork(tmp_path, monkeypatch):
+    """A worker imports anew what another thread began to import after the wait."""
+    begun, may_go_on = threading.Event(), threading.Event()
+    folder = tmp_path / "site-packages"  # modules of the program would be sent
+    (folder / "late_half").mkdir(parents=True)
+    scripts.write(folder / "late_half" / "__init__.py", LATE)
+    scripts.write(folder / "late_half" / "part.py", "VALUE = 3")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(sys, "late_half", (os.getpid(), begun, may_go_on), raising=False)
+    thread = threading.Thread(target=__import__, args=("late_half",))
+    start = ProcessLauncher._start
+
+    def start_late(launcher, process):
+        thread.start()
+        begun.wait()
+        start(launcher, process)
+        may_go_on.set()
+
+    monkeypatch.setattr(ProcessLauncher, "_start", start_late)
+    with xpool.Pool(1, context="fork") as pool:
+        thread.join()
+        assert pool.apply(values_of_late_half) == (3, 5)
+    del sys.modules["late_half"], sys.modules["late_half.part"]
+
+
+def values_of_late_half():
+    import late_half.part  # type: ignore[import-not-found]
+
+    return late_half.part.VALUE, late_half.LAST
 
 
 def test_module_whose_import_waits_for_workers(tmp_path):

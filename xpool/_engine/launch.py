@@ -23,7 +23,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
 from xpool._python import at_fork, descriptors, starting
-from xpool._python.import_hooks import wait_for_imports
+from xpool._python.import_hooks import imports_awaited
 from xpool._python.interrupt import deliver, interruptible, pending, until_interrupted
 from xpool._python.starting import aside, spare_in_children
 from xpool._worker import entry
@@ -441,8 +441,6 @@ class ProcessLauncher:
             importlib.import_module("random").Random(b"")
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Process:
-        if self.forks:
-            wait_for_imports()
         # Any Process takes a Connection as argument; the boot socket is sent through it.
         with descriptors.no_fork:
             ours, theirs = self._context.Pipe(duplex=True)
@@ -453,7 +451,10 @@ class ProcessLauncher:
             )
             spare_in_children(process)
             try:
-                with _without_script(inherited is None and not self.forks):
+                with (
+                    imports_awaited() if self.forks else contextlib.nullcontext(),
+                    _without_script(inherited is None and not self.forks),
+                ):
                     self._start(process)
                 with descriptors.on_copy(ours.fileno()) as sock:
                     # Descriptors need at least one byte of data (unix(7)).

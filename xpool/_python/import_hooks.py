@@ -4,18 +4,19 @@ A finder, which is the first one in `sys.meta_path`, finds these modules and wra
 The wrapped loader calls the registered functions after the import.  From then on, the finder
 ignores the module.
 
-This module also keeps imports of other threads from stopping a forked child: see
-`wait_for_imports`.
+This module also keeps imports of other threads from stopping or spoiling a forked child: see
+`imports_awaited`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.machinery
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from threading import get_ident
 from types import CodeType, FrameType, ModuleType
@@ -93,36 +94,55 @@ def search_path(entries: Iterable[Any]) -> list[str]:
 
 
 def waits(function: _Function) -> _Function:
-    """Mark a function in which a thread waits for a pool: see `wait_for_imports`."""
+    """Mark a function in which a thread waits for a pool: see `imports_awaited`."""
     _waiting_codes.add(function.__code__)
     return function
 
 
-def wait_for_imports() -> None:
-    """Wait until no other thread imports a module.  A forked child would have half of the module.
+_kept: dict[int, set[str]] = {}
+"""By the forking thread: the modules that its child keeps although another thread imports them."""
+
+
+@contextlib.contextmanager
+def imports_awaited() -> Iterator[None]:
+    """Wait until no other thread imports a module.  A child that this thread forks in the block
+    would have half of the module; the child forgets what is begun after the wait.
 
     A thread that waits for a pool in the code of a module that it imports is not waited for.  The
-    same may be true of a thread that neither begins nor ends an import for `_STILL` seconds.
+    same may be true of a thread that neither begins nor ends an import for `_STILL` seconds.  The
+    child keeps their modules as they are.
     """
     begun, known, since = time.monotonic(), None, 0.0
-    while imports := _imports_elsewhere():
+    while True:
+        imports, waiting = _imports_elsewhere()
+        if not imports:
+            break
         now = time.monotonic()
         if imports != known:
             known, since = imports, now
         if now - since > _STILL or now - begun > _LONGEST:
             break
         time.sleep(0.001)
+    _kept[get_ident()] = {name for name, _ in (*imports, *waiting)}
+    try:
+        yield
+    finally:
+        del _kept[get_ident()]
 
 
-def _imports_elsewhere() -> list[tuple[str, int]]:
-    held = [lock for lock in [ref() for ref in _locks.copy().values()] if _is_of_another(lock)]
+def _imports_elsewhere() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Return (module, thread) for what other threads import: those that run, those that wait."""
+    locks = [lock for ref in _locks.copy().values() if _is_of_another(lock := ref())]
+    held = [(lock.name, owner) for lock in locks if (owner := lock.owner) is not None]
     if not held:
-        return []
+        return [], []
     # Only the last frame: CPython 3.11 can crash if `f_back` is read while the thread runs.
     waiting = {
         thread for thread, frame in sys._current_frames().items() if frame.f_code in _waiting_codes
     }
-    return [(lock.name, owner) for lock in held if (owner := lock.owner) not in (None, *waiting)]
+    return (
+        [one for one in held if one[1] not in waiting], [one for one in held if one[1] in waiting]
+    )  # fmt: skip
 
 
 def _is_of_another(lock: Any) -> bool:
@@ -133,11 +153,16 @@ def _forget_imports() -> None:
     """Free the locks of modules that the parent's other threads were importing.
 
     In this child these threads are gone, so who imports such a module would wait for ever.  The
-    module stays as it was at the fork.
+    module stays as it was at the fork, or is forgotten: see `imports_awaited`.
     """
+    kept = _kept.pop(get_ident(), None)
     for name, ref in _locks.copy().items():
         if _is_of_another(ref()):
             _locks.pop(name, None)
+            spec = getattr(sys.modules.get(name), "__spec__", None)
+            if kept is not None and name not in kept and getattr(spec, "_initializing", False):
+                for one in [one for one in sys.modules if f"{one}.".startswith(f"{name}.")]:
+                    del sys.modules[one]
 
 
 at_fork(in_child=_forget_imports)
