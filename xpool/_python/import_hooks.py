@@ -159,8 +159,9 @@ def _forget_imports() -> None:
     for name, ref in _locks.copy().items():
         if _is_of_another(ref()):
             _locks.pop(name, None)
-            spec = getattr(sys.modules.get(name), "__spec__", None)
-            if kept is not None and name not in kept and getattr(spec, "_initializing", False):
+            # A module may have put any object in its place.
+            namespace = getattr(sys.modules.get(name), "__dict__", {})
+            if kept is not None and name not in kept and is_initializing(namespace):
                 for one in [one for one in sys.modules if f"{one}.".startswith(f"{name}.")]:
                     del sys.modules[one]
 

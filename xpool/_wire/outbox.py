@@ -223,8 +223,7 @@ class Outbox:
 
     def stack(self) -> str:
         """Return the text that the worker has written since the last request."""
-        text = self._map[STACK_AT:SIZE].lstrip(b"\0").split(b"\0", 1)[0]
-        return text.decode(errors="replace")
+        return self._map[STACK_AT:SIZE].lstrip(b"\0").split(b"\0", 1)[0].decode(errors="replace")
 
     @property
     def intact(self) -> bool:
