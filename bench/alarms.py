@@ -261,7 +261,7 @@ def run(kind: str, alarms: int, seed: int, life: int) -> dict[str, Any]:
             errors[f"afterwards {type(exc).__name__}: {str(exc)[:120]}"] += 1
         storm.end()
         del pool, storm
-        check([lock for lock in locks() if lock._is_owned()], [])
+        check([name for name, lock in locks() if lock._is_owned()], [])
         # The pool has restored the handlers that it replaced for a moment.
         check(signal.getsignal(signal.SIGINT), at_interrupt)
         check(signal.getsignal(signal.SIGALRM), bell._ring)
@@ -278,11 +278,16 @@ def run(kind: str, alarms: int, seed: int, life: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def locks() -> list[Any]:
-    """Return the locks of xpool's modules that may be taken twice."""
+def locks() -> list[tuple[str, Any]]:
+    """Return the locks of xpool's modules that may be taken twice, with their names."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("xpool.")]
     kind = type(threading.RLock())
-    return [one for module in modules for one in vars(module).values() if type(one) is kind]
+    return [
+        (f"{module.__name__}.{name}", one)
+        for module in modules
+        for name, one in vars(module).items()
+        if type(one) is kind
+    ]
 
 
 def more(before: dict[int, str], now: dict[int, str]) -> list[str]:

@@ -3,6 +3,7 @@ no pool hangs. `bench/alarms.py` repeats this with a million alarms."""
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import json
@@ -94,6 +95,30 @@ def test_a_handler_raises_while_a_thread_starts(name, handler, monkeypatch, gate
     pool.close()
     pool.join()
     assert struck and called
+
+
+def test_a_handler_raises_between_enter_and_the_block_of_a_with(handler):
+    """``__exit__`` is called: Python 3.14 handles signals there, and would not call it."""
+    handler()
+    left: list[Any] = []
+
+    class Entered:
+        # The signal is due when this function of C returns.
+        __enter__ = staticmethod(functools.partial(_thread.interrupt_main, SIGNAL))
+
+        def __exit__(self, *error: object) -> None:
+            left.append(error)
+
+    @interruptible
+    def enter() -> None:
+        if pending:
+            deliver()
+        with Entered():
+            len("")
+
+    with pytest.raises(Late):
+        shielded(lambda: enter())()
+    assert len(left) == 1
 
 
 ASYNCIO = """

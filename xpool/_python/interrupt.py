@@ -174,12 +174,30 @@ def until_interrupted(func: Callable[[], object]) -> Callable[[], None]:
 
 def may_raise(frame: FrameType | None) -> bool:
     """Whether a signal handler that interrupts this frame may raise."""
+    if _ENTERING is not None and frame is not None and _enters(frame):
+        return False
     while frame is not None:
         mark = _marks.get(id(frame.f_code))
         if mark is not None:
             return not mark
         frame = frame.f_back
     return True
+
+
+def _enters(frame: FrameType) -> bool:
+    """Whether a frame has just called ``__enter__`` for a `with`.
+
+    If a handler raised here, Python 3.14 would not call ``__exit__``: a lock would stay taken.
+    """
+    code, at = frame.f_code.co_code, frame.f_lasti
+    return at > 1 and (code[at - 2], code[at]) == _ENTERING
+
+
+_ENTERING: tuple[int, int] | None = None  # two instructions
+if sys.version_info[:2] == (3, 14):
+    from opcode import opmap  # takes almost a millisecond
+
+    _ENTERING = opmap["LOAD_SPECIAL"], opmap["CALL"]
 
 
 def keeps_clear(handler: Any) -> None:

@@ -171,8 +171,8 @@ def _name_in_shm(path: str) -> str:
 def descriptors() -> dict[int, str]:
     """Return the open descriptors of this process and their targets.
 
-    Descriptors that are kept until the process ends are left out: those of the shared memory and of
-    CUDA, and one that is reserved for imports after a failed task.
+    Descriptors that are kept until the process ends are left out: those of the shared memory, of
+    CUDA and of libffi (its own file), and one that is reserved for imports after a failed task.
     """
     found = {}
     kept = failures.kept_descriptor()
@@ -181,7 +181,7 @@ def descriptors() -> dict[int, str]:
     for name in os.listdir("/proc/self/fd"):
         try:
             to = os.readlink(f"/proc/self/fd/{name}")
-            if not to.startswith(ignored) and int(name) != kept:
+            if not (to.startswith(ignored) or "/libffi.so" in to or int(name) == kept):
                 found[int(name)] = to
         except OSError:
             continue  # the descriptor that `listdir` used, which is closed now
