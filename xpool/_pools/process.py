@@ -222,9 +222,8 @@ class Pool(BasePool):
             if not launcher.inherits:
                 if not _only_by_inheritance(exc):
                     raise
-                # Locks and queues of multiprocessing can be sent by its own contexts only.
                 method = self.context if isinstance(self.context, str) else None
-                launcher = _find_launcher(multiprocessing.get_context(method))
+                launcher = _find_inheriting_launcher(method)
             inherited = self.initializer, self.initargs
             # Send the globals that the initializer uses: tasks must not set them again.
             blob = self._packer.pack_option("initializer", self.initializer)
@@ -419,23 +418,36 @@ def _find_launcher(context: BaseContext | str | None) -> Launcher:
     if isinstance(context, str):
         context = multiprocessing.get_context(context)
     if context.get_start_method() == "fork":
-        _refuse_fork_of_runtime()
+        if (runtime := _running_runtime()) is not None:
+            raise OptionError(
+                f"workers cannot be forks: this process has started the {runtime} runtime, which "
+                "does not survive a fork; leave context= out, or use 'spawn', and make the locks "
+                "and queues in initargs= by multiprocessing.get_context('spawn')"
+            )
         return ProcessLauncher(context)
     interpreter(freeze_support=True)
     return ProcessLauncher(context)
 
 
-def _refuse_fork_of_runtime() -> None:
+def _find_inheriting_launcher(method: str | None) -> Launcher:
+    """Return the launcher of a pool whose workers inherit locks and queues of `multiprocessing`.
+
+    Without a ``method``, it is that of `multiprocessing`, but a fork instead of its fork server,
+    the default since Python 3.14, which would run the script.
+    """
+    context = multiprocessing.get_context(method)
+    is_default = method is None and context.get_start_method() == "forkserver"
+    if is_default and _running_runtime() is None:
+        context = multiprocessing.get_context("fork")
+    return _find_launcher(context)
+
+
+def _running_runtime() -> str | None:
     if "torch" not in sys.modules:
-        return  # all such runtimes are torch's
+        return None  # all such runtimes are torch's
     from xpool.devices._host import running_runtime  # only here: most programs never need it
 
-    runtime = running_runtime()
-    if runtime is not None:
-        raise OptionError(
-            f"context='fork': this process has started the {runtime} runtime, which does not "
-            "survive a fork; leave context out, or use 'spawn'"
-        )
+    return running_runtime()
 
 
 def _only_by_inheritance(exc: BaseException) -> bool:
