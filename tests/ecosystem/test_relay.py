@@ -334,6 +334,37 @@ def test_warnings_come_once_for_each_place():
     assert warning.filename == __file__
 
 
+SHOWS = """
+    import warnings
+    import xpool
+
+    def own(message, *_):
+        print("own", message, flush=True)
+
+    def warn(text):
+        warnings.warn(text, stacklevel=1)
+
+    def shown_by(function):
+        with warnings.catch_warnings(record=True) as seen:
+            original, warnings.showwarning = warnings.showwarning, function or warnings.showwarning
+            pool = xpool.Pool(1)
+            pool.apply(warn, ("first",))
+            warnings.showwarning = original
+            pool.apply(warn, ("second",))
+            pool.close()
+            pool.join()
+        return [str(one.message) for one in seen]
+
+    print(shown_by(None), shown_by(own))
+"""
+
+
+def test_a_function_of_the_program_that_shows_warnings(tmp_path):
+    """It is called in the worker; without it, the program shows warnings, once for each place."""
+    script = scripts.write(tmp_path / "shows.py", SHOWS)
+    assert scripts.run_ok([script]) == "own first\n['first'] ['second']\n"
+
+
 class Detailed(UserWarning):
     """Has its own constructor and text."""
 

@@ -82,6 +82,11 @@ def warning_filters(warnings: Any) -> Callable[[], list[Any]]:
     return found or functools.partial(getattr, warnings, "filters")
 
 
+SHOWS_WARNING = "_showwarnmsg_impl"
+"""The name of the function in `warnings` that shows a `warnings.WarningMessage`, if
+`warnings.showwarning` is the original.  `warnings.catch_warnings` replaces it, too."""
+
+
 # -- registered reducers ---------------------------------------------------------------------------
 
 # These types are in the table only because Python 2 could not pickle them.

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from xpool._python import descriptors
 from xpool._python.at_fork import renew
 from xpool._python.exits import forget_log_handlers
+from xpool._python.hidden import SHOWS_WARNING
 from xpool._python.import_hooks import when_imported
 from xpool._wire.outbox import Outbox
 from xpool._wire.records import LOG, WARNING, pack
@@ -214,32 +215,27 @@ class _Relay:
 
     def take_warnings(self, warnings: Any) -> None:
         """Show warnings in the parent; the worker's filters select them."""
-        shown_here = warnings.showwarning
+        show_here = getattr(warnings, SHOWS_WARNING)
 
-        def showwarning(
-            message: Any,
-            category: Any,
-            filename: str,
-            lineno: int,
-            file: Any = None,
-            line: Any = None,
-        ) -> None:
-            if file is not None:
-                shown_here(message, category, filename, lineno, file, line)
+        def show(warning: Any) -> None:
+            if warning.file is not None:
+                show_here(warning)
                 return
             # The parent may lack the class: it makes one from the built-in base class.
+            category = warning.category
             builtin = (one for one in category.__mro__ if one.__module__ == "builtins")
             fields = {
-                "text": str(message),
+                "text": str(warning.message),
                 "module": category.__module__,
                 "name": category.__name__,
                 "base": next(one.__name__ for one in builtin if issubclass(one, Warning)),
-                "filename": filename,
-                "lineno": lineno,
+                "filename": warning.filename,
+                "lineno": warning.lineno,
             }
             self.channel().send(WARNING, fields)
 
-        warnings.showwarning = showwarning
+        # A `warnings.showwarning` of the program comes first, as in a fork.
+        setattr(warnings, SHOWS_WARNING, show)
 
 
 def _is_handled(logging: Any, logger: Any) -> bool:
