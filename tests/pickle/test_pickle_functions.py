@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
+import itertools
 import operator
 import pickle
 import sys
@@ -22,6 +23,15 @@ from xpool.errors import TaskNotPicklable
 from xpool.pickle import dumps, encode, loads, mark_static_module
 
 # -- functions --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [(), (3,), (-2, 3), (0.5, -0.25), (2**70,), (1e300,)])
+def test_a_counter_of_a_function(given: tuple[Any, ...]) -> None:
+    """The copy of a function counts on from where the program's `itertools.count` is."""
+    numbers = itertools.count(*given)
+    next(numbers)
+    back = loads(dumps(lambda: next(numbers)))
+    assert [back(), back()] == [next(numbers), next(numbers)]
 
 
 def closure_over(n: int) -> Callable[[int], int]:

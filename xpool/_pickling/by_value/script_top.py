@@ -191,6 +191,7 @@ _NOISE = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "NOT_TAKEN", "PRECALL", "PUS
 _STORES = frozenset({"STORE_NAME", "STORE_GLOBAL"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _COPIES = frozenset({"COPY", "DUP_TOP"})
+_SWAPS = frozenset({"SWAP", "ROT_TWO"})
 _COMMON = "LOAD_COMMON_CONSTANT"
 _OPTIMIZED = 0x1  # co_flags of functions, and not of the bodies of modules and classes
 
@@ -206,6 +207,9 @@ def _steps(code: CodeType) -> tuple[list[str], list[Any]]:
         if one.opname == _COMMON and one.argrepr == "None":
             names.append("LOAD_CONST")
             values.append(None)
+        elif one.opname == "LOAD_SMALL_INT":  # since Python 3.14
+            names.append("LOAD_CONST")
+            values.append(one.argval)
         elif one.opname not in _NOISE:
             names.append(one.opname)
             values.append(one.argval)
@@ -334,7 +338,9 @@ def _nones(code: CodeType, prefix: str = "") -> frozenset[str]:
             stack.append(stack[-1])
         elif kind == "UNPACK_SEQUENCE" and stack and type(stack[-1]) is tuple:
             stack.extend(reversed(stack.pop()))
-        elif not (kind in ("SWAP", "ROT_TWO") and stack[-2:] == [None, None]):
+        elif kind in _SWAPS and len(stack) >= (depth := value or 2):  # a, b = None, 1
+            stack[-1], stack[-depth] = stack[-depth], stack[-1]
+        else:
             stack.clear()
     for one in code.co_consts:
         if type(one) is CodeType:

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -385,7 +386,7 @@ class Locale(Row):
 
 
 def _of_warnings() -> Any:
-    return warning_filters(sys.modules["warnings"])()
+    return warning_filters(warnings)()
 
 
 def _pattern(one: Any) -> Any:
@@ -480,7 +481,7 @@ class Filters(Row):
     @staticmethod
     def _put(filters: list[Any]) -> None:
         # This call also makes modules show warnings again that they have shown before.
-        sys.modules["warnings"].resetwarnings()
+        warnings.resetwarnings()
         _of_warnings()[:] = filters
 
     def ignore_all(self) -> None:

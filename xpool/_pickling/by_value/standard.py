@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import io
+import itertools
 import os
 import struct
 import sys
@@ -130,6 +131,17 @@ def _reduce_environ(pickler: Context, obj: Any) -> Any:
 @register(struct.Struct)
 def _reduce_struct(pickler: Context, obj: Any) -> Any:
     return struct.Struct, (obj.format,)
+
+
+@register(itertools.count)
+def _reduce_count(pickler: Context, counter: Any) -> Any:
+    """Pickle a counter by its text: Python 3.14 has removed the ``__reduce__`` of `itertools`."""
+    texts = repr(counter)[len("count(") : -1].split(", ")
+    try:
+        numbers = [int(one) if one.lstrip("-").isdigit() else float(one) for one in texts]
+    except ValueError:  # other types, such as `Fraction`
+        return NotImplemented
+    return itertools.count, tuple(numbers)
 
 
 def _empty() -> Any:
