@@ -260,6 +260,31 @@ def test_join_waits_for_the_consumer_of_a_buffersize(kind, make_pool, verb, end)
 
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("verb", VERBS)
+def test_cancel_while_an_item_is_drawn(process_kind, make_pool, gate, mailbox, verb):
+    """Nothing of the stream waits after the item has come."""
+    pool, wanted, come = make_pool(process_kind, 1), threading.Event(), threading.Event()
+
+    def items():
+        yield from range(4)
+        wanted.set()
+        come.wait()
+        yield 4
+
+    # The worker is busy, so the items before it wait.
+    call = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, 0))
+    mailbox.line()
+    results = getattr(pool, verb)(work.same, items())
+    wanted.wait()
+    results.cancel()
+    come.set()
+    eventually(lambda: not pool._jobs.input_readers, "the input was drawn")
+    assert pool.statistics()["waiting"] == 0
+    gate.open(1)
+    assert call.get(WAIT) == 0
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("verb", VERBS)
 def test_endless_input(kind, make_pool, verb):
     """With a buffersize, the input may be endless. `terminate` ends the remaining tasks."""
     pool = make_pool(kind, 2)

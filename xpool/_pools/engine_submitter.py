@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xpool._calls.options import label
@@ -328,7 +328,8 @@ class EngineSubmitter(HookSubmitter):
 
     def stream(self, job: Stream, work: Work, flow: FlowControl) -> tuple[Put, Runs | None]:
         begin, owner, told = self.learn(job, work)
-        stream = TaskStream(self.engine, self.packer, begin, told, flow, owner)
+        jobs = self.jobs.unanswered
+        stream = TaskStream(self.engine, self.packer, begin, told, flow, owner, jobs)
         runs = Runs(encode_atoms, stream.put_run) if owner is None else None
         return stream.put, runs
 
@@ -384,7 +385,7 @@ class TaskStream:
 
     ``task_range``: of its job, still empty.  ``told``: the globals that came with the function.
     ``owner``: the worker to which all tasks are bound; -1: each to the worker with the least to do;
-    None: to the owner of its tensors, or to none.
+    None: to the owner of its tensors, or to none.  ``jobs``: by number, those without an answer.
     """
 
     def __init__(
@@ -395,6 +396,7 @@ class TaskStream:
         told: frozenset[Key],
         flow: FlowControl,
         owner: int | None,
+        jobs: Mapping[int, Job],
     ) -> None:
         # Do not store the pool, which the input reader must not hold.
         self._engine = engine
@@ -405,12 +407,14 @@ class TaskStream:
         self._packer, self._told = packer, told
         self._kept = task_range.terms.retries > 0
         self._owner = owner
+        self._jobs = jobs
 
     def put(self, index: int, task: Any) -> int:
         """Pickle and submit a task; return its size in bytes."""
         payload, worker = self._packer.pack_task(task, self._kept, self._owner, self._told, ITEM)
         if worker is not None:
             self._engine.submit(self._task_range.beside(index, (payload,), worker))
+            self._drop_if_ended()
             return self._engine.sent(payload)
         self._append(index, (payload,))
         return self._engine.sent(payload)
@@ -432,6 +436,13 @@ class TaskStream:
         # worker as idle, or the range as not queued.  So one of them sees the other's change.
         if not task_range.queued or self._engine.idle:
             self._engine.feed(task_range)
+            self._drop_if_ended()
+
+    def _drop_if_ended(self) -> None:
+        """Drop what was just queued if the job was cancelled while an item was drawn."""
+        number = self._task_range.job
+        if number not in self._jobs:
+            self._engine.withdraw(number)
 
 
 def _number_of(job: Job) -> tuple[int, int | None]:
