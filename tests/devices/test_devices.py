@@ -81,6 +81,7 @@ def test_auto_takes_the_best_device():
     assert {c.kind for c in devices(host=replace(MAC, packages={}))} == {"cpu"}
 
 
+@pytest.mark.torch
 def test_workers_of_a_mac_share_its_gpu():
     """By default one worker has a Mac's GPU; with n= several share it."""
     (one,) = devices("mps", host=MAC)
@@ -100,6 +101,7 @@ def test_unused_arguments(kind: str, message: str, options: dict[str, Any]):
         devices(kind, host=MAC, **options)
 
 
+@pytest.mark.torch
 def test_mps_is_for_macs():
     """mps is refused on other machines and without torch; if torch cannot use it, the worker
     fails."""

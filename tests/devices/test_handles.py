@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
+
+pytest.importorskip("torch")
+
 from support.memory import own_arena
 from support.waiting import Gate, Mailbox, eventually, together
 

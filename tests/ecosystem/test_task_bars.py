@@ -330,7 +330,9 @@ def test_bars_of_libraries(on_terminal, gate, library):
     pytest.importorskip("rich" if "rich" in library else "tqdm")
     body = "\n".join(f"    {line}" for line in REAL[library].split("\n"))
     program = on_terminal(
-        "use('line')\nwith Pool(2) as pool:\n    pool.map(f, range(2), 1, progress='job')",
+        "use('line')\nwith Pool(2) as pool:\n    pool.map(f, range(2), 1, progress='job')\n"
+        # Since Python 3.14, a killed worker leaves a named semaphore: tqdm's lock.
+        "    pool.close()\n    pool.join()",
         before=f"def f(x):\n{body}\n    print('line', x)\n",
     )
     program.until(lambda lines: list(map(_is_half, _rows(lines) or ())) == [True] * 2)

@@ -52,6 +52,7 @@ def test_links_have_targets(page: Path):
             assert not anchor or anchor in anchors(there), target
 
 
+@pytest.mark.torch  # some of the modules import it
 @pytest.mark.parametrize(
     ("module", "name"),
     sorted(set(re.findall(r"`(xpool(?:\.\w+)*)\.(\w+)[`(]", GUIDE))),

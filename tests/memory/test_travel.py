@@ -9,6 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch")
+
+import numpy as np
+import torch
 from support import tensor_work as tasks
 from support.leaks import descriptors
 from support.memory import block_bytes, own_arena
@@ -20,9 +25,6 @@ from xpool._memory.arena import Arena
 from xpool._memory.holds import Region
 
 pytestmark = pytest.mark.torch
-
-torch = pytest.importorskip("torch")
-np = pytest.importorskip("numpy")
 
 MIB = 1 << 20
 later: Any = None
