@@ -48,11 +48,11 @@ def _short(log, x):
 
 
 def _heavy(log, box, gate, *, keep=False):
-    """Take 500 MB.  The first try is killed; the second waits at the gate."""
+    """Take 650 MB.  The first try is killed; the second waits at the gate."""
     again = not work.first(f"{log}.tried")
     if again:
         work.log_line(log, "begin heavy")
-    block = bytearray(500 * MB)
+    block = bytearray(650 * MB)
     if keep:
         _kept.append(block)
     if again:
@@ -66,13 +66,13 @@ def _heavy(log, box, gate, *, keep=False):
 def test_the_next_try_has_the_memory_of_all_workers(mailbox, gate, weighed, tmp_path):
     """The next try begins when no task runs, may have more than one worker, and others wait."""
     log = str(tmp_path / "log")
-    with Pool(2, worker_memory=400 * MB) as pool:
+    with Pool(2, worker_memory=600 * MB) as pool:
         heavy = pool.apply_async(_heavy, (log, mailbox.path, gate.path), retries=1)
         others = pool.starmap_async(_short, [(log, x) for x in range(40)], 1)
         mailbox.line()
         late = pool.apply_async(_short, (log, "late"))
         n = len(weighed)
-        eventually(lambda: sum(x > 400 * MB for x in weighed[n:]) > 3, "it is weighed")
+        eventually(lambda: sum(x > 600 * MB for x in weighed[n:]) > 3, "it is weighed")
         counts = pool.statistics()
         assert counts["running"] == 1 and counts["waiting"] >= 1 and not late.ready()
         gate.open()
@@ -81,7 +81,7 @@ def test_the_next_try_has_the_memory_of_all_workers(mailbox, gate, weighed, tmp_
         report = pool.report()
         assert report.deaths == 1 == report.retries
         assert next(iter(report.peaks)) == "_heavy()"
-        assert report.peaks["_heavy()"] == max(weighed) > 500 * MB
+        assert report.peaks["_heavy()"] == max(weighed) > 650 * MB
         assert " MB of memory at most in _heavy()" in str(report)
     lines = (tmp_path / "log").read_text().splitlines()
     at = lines.index("begin heavy")
@@ -92,7 +92,7 @@ def test_the_next_try_has_the_memory_of_all_workers(mailbox, gate, weighed, tmp_
 def test_a_worker_that_keeps_the_memory_is_replaced(mailbox, gate, weighed, tmp_path):
     """It ends after the task, and no other task is lost."""
     log = str(tmp_path / "log")
-    with Pool(2, worker_memory=400 * MB) as pool:
+    with Pool(2, worker_memory=600 * MB) as pool:
         heavy = pool.apply_async(_heavy, (log, mailbox.path, gate.path), {"keep": True}, retries=1)
         mailbox.line()
         others = pool.map_async(work.pid, range(40), 1)
@@ -110,8 +110,8 @@ def _swell(size):
 def test_a_second_death(gate, monkeypatch):
     """A task that dies alone, too, fails at once; the error says that it was alone."""
     monkeypatch.setenv("NEVER", gate.path)
-    with Pool(2, worker_memory=400 * MB) as pool:
-        died = pool.apply_async(_swell, (1000 * MB,), retries=9)
+    with Pool(2, worker_memory=600 * MB) as pool:
+        died = pool.apply_async(_swell, (1300 * MB,), retries=9)
         assert pool.map(work.square, range(40), 1) == [x * x for x in range(40)]
         with pytest.raises(WorkerDied, match="It ran alone: no other worker") as caught:
             died.get()

@@ -292,10 +292,12 @@ DAEMONS = """
     if __name__ == "__main__":
         begun = threading.Semaphore(0)
         pool = getattr(xpool, sys.argv[1])(4)
-        for call in wait, lambda: take(pool.imap(abs, itertools.count())), submit:
+        for call in lambda: take(pool.imap(abs, itertools.count())), submit:
             threading.Thread(target=call, daemon=True).start()
         for _ in range(3):
             begun.acquire()
+        # Later, because a `P2PPool` may give other calls to the worker that sleeps, too.
+        threading.Thread(target=wait, daemon=True).start()
 """
 
 

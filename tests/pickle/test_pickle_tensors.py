@@ -93,7 +93,9 @@ def test_functions_of_torch_and_numpy() -> None:
     assert function is np.add
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning", "ignore:`torch.jit:FutureWarning"
+)
 @pytest.mark.parametrize("make", ["script", "trace", "function"])
 def test_torchscript(make: str) -> None:
     """Modules and functions of TorchScript arrive, with their weights and mode."""

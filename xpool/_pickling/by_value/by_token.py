@@ -1,6 +1,7 @@
 """Pickles objects by a token, to keep their identity in each process.
 
-These objects are type variables, new types and aliases, and two kinds of globals of ``__main__``:
+These objects are type variables, new types, aliases and sentinels (Python 3.15), and two kinds of
+globals of ``__main__``:
 objects without attributes (``MISSING = object()``), and objects whose ``__reduce__`` returns the
 global's name.  A token is needed because functions, arguments and globals arrive in separate
 pickles, and may all refer to one such object.
@@ -8,6 +9,7 @@ pickles, and may all refer to one such object.
 
 from __future__ import annotations
 
+import builtins
 import sys
 import typing
 from typing import Any
@@ -44,7 +46,7 @@ def _reduce(pickler: Context, obj: Any) -> Any:
     elif kind.__name__ == "TypeAliasType":
         args = (obj.__name__, obj.__value__)
         options["type_params"] = obj.__type_params__
-    else:
+    elif kind.__module__ == "typing":
         args = (obj.__name__, *getattr(obj, "__constraints__", ()))
         for option in ("bound", "covariant", "contravariant", "infer_variance"):
             if getattr(obj, f"__{option}__", None):
@@ -100,3 +102,5 @@ def make_object(token: str, kind: type) -> object:
 
 
 LAZY["typing"] = _lazy_typing
+if hasattr(builtins, "sentinel"):
+    register(builtins.sentinel)(_reduce)

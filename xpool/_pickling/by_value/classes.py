@@ -349,7 +349,14 @@ def _is_data(cls: type, name: str, value: Any) -> bool:
         return type(value) is FunctionType and not value.__qualname__.startswith(
             f"{cls.__qualname__}."
         )
-    return not isinstance(value, type) and not hasattr(type(value), "__get__")
+    return not isinstance(value, type) and not is_descriptor(value)
+
+
+def is_descriptor(value: Any) -> bool:
+    """Whether a class statement usually makes such an attribute; no partial, which has a `__get__`
+    since Python 3.14."""
+    kind = type(value)
+    return kind is not functools.partial and hasattr(kind, "__get__")
 
 
 def is_assigned(cls: type, name: str, value: Any) -> bool:

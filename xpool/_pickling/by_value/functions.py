@@ -47,6 +47,7 @@ from xpool._pickling.by_value.reads import classes_of, is_open, keys_of, require
 from xpool._pickling.reducers import (
     FOR_SUBCLASSES,
     LAZY,
+    NEW,
     Context,
     Refused,
     register,
@@ -107,9 +108,11 @@ def _reduce_function(pickler: Context, function: FunctionType) -> Any:
         value = getattr(function, attribute, None)
         if value is not None and value != ():
             state[attribute] = value
-    annotations = annotations_of(function)
-    if annotations:
-        state["__annotations__"] = annotations
+    try:
+        if function.__annotations__:
+            state["__annotations__"] = dict(function.__annotations__)
+    except Exception:  # Python 3.14 evaluates them here, and a name is undefined
+        state["__annotate__"] = function.__annotate__  # type: ignore[attr-defined]
     if function.__dict__:
         state["dict"] = function.__dict__
     shell = (function.__code__, space, function.__name__, function.__closure__)
@@ -162,17 +165,55 @@ _INPUTS = "<stdin>", "<ipython-input", "<python-input"
 
 
 def annotations_of(obj: Any) -> dict[str, Any]:
-    """Return the annotations of a function or class, or ``{}`` if a name in them is undefined.
+    """Return the annotations of a function or class.
 
-    Python 3.14 evaluates them only when they are read.  Before, reading them adds an empty dict to
-    a class that has none, which would count as a change of the class.
+    Python 3.14 evaluates them only when they are read: names that are undefined are `ForwardRef`
+    objects here.  Before, reading them adds an empty dict to a class that has none, which would
+    count as a change of the class.
     """
     if isinstance(obj, type) and sys.version_info < (3, 14):
         return dict(vars(obj).get("__annotations__", ()))
     try:
         return dict(obj.__annotations__)
     except Exception:
-        return {}
+        library: Any = import_module("annotationlib")
+        found: dict[str, Any] = library.get_annotations(obj, format=library.Format.FORWARDREF)
+        return found
+
+
+def _lazy_annotationlib() -> None:
+    kind: Any = sys.modules["annotationlib"].ForwardRef
+
+    @register(kind)
+    def reduce(pickler: Context, obj: Any) -> Any:
+        """Pickle a forward reference with the name of the module whose globals it has."""
+        state = {name: getattr(obj, name) for name in _OF_REFERENCES}
+        state["__globals__"] = None if obj.__globals__ is None else module_of(obj.__globals__)
+        if obj.__cell__:
+            # The owner's attributes are looked up in it, too.
+            cells = {name: one for name, one in obj.__cell__.items() if name != "__classdict__"}
+            state["__cell__"] = cells
+        return NEW, (kind,), state, None, None, _fill_reference
+
+
+_OF_REFERENCES = (
+    "__forward_is_argument__", "__forward_is_class__", "__forward_module__", "__owner__",
+    "__extra_names__", "__forward_arg__",
+)  # fmt: skip
+
+
+def _fill_reference(obj: Any, state: dict[str, Any]) -> None:
+    module = state["__globals__"]
+    if module is not None:
+        state["__globals__"] = (find_module(module) or import_module(module)).__dict__
+    none = dict.fromkeys(("__cell__", "__code__", "__ast_node__", "__stringifier_dict__"))
+    none["__resolved_str_cache__"] = None
+    state["__arg__"] = state.pop("__forward_arg__")
+    for name, value in {**none, **state}.items():
+        setattr(obj, name, value)
+
+
+LAZY["annotationlib"] = _lazy_annotationlib
 
 
 def _make_function(code: CodeType, space: Any, name: str, closure: Any) -> FunctionType:
