@@ -404,6 +404,13 @@ def is_patch(value: Any, module: str) -> bool:
     return isinstance(maker, str) and maker != module and origin_of(maker) == SENT
 
 
+def _is_replaced(function: FunctionType, space: dict[str, Any], module: str) -> bool:
+    """Whether a function is a patch of this module; most are seen not to be one without a call."""
+    code = function.__code__
+    usual = code.co_flags & NESTED == 0 and code.co_filename[:1] != "<"
+    return not (usual and function.__globals__ is space) and is_patch(function, module)
+
+
 NESTED = 16  # CO_NESTED: the code is inside of a function
 
 
@@ -598,14 +605,13 @@ def globals_of_modules(
     found: dict[int, list[tuple[str, str]]] = {}
     named: dict[int, tuple[str, str, type]] = {}
     for name in program_modules():
-        for attribute, value in (
-            list(namespace(name).items()) if origin_of(name) == IMPORTED else ()
-        ):
+        space = namespace(name) if origin_of(name) == IMPORTED else {}
+        for attribute, value in list(space.items()):
             kind = type(value)
             if (
                 (kind is not object and kind in free)
-                or kind is FunctionType
                 or isinstance(value, type)
+                or (kind is FunctionType and not _is_replaced(value, space, name))
             ):
                 continue
             if kind is object or (type(attribute) is str and not attribute.startswith("__")):

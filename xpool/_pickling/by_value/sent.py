@@ -544,7 +544,11 @@ class Book:
             node.objects = set(map(id, node.alive)) | checks.memory_of(objects)
             if FunctionType in kinds:
                 functions = [one for one in objects if type(one) is FunctionType]
-                node.objects -= {id(one) for one in functions if is_simple(one)}
+                node.objects -= {
+                    id(one)
+                    for one in functions
+                    if is_simple(one) and not is_patch(one, one.__module__)
+                }
         if tuple in kinds:  # reducers make some, whose ids are used again; those of globals are not
             node.objects |= self._tuples.intersection(map(id, objects))
         node.objects.add(id(value))
