@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import signal
 from typing import Any
@@ -584,6 +585,9 @@ MADE = """
 
 
 @pytest.mark.exhaustive
+@pytest.mark.skipif(
+    multiprocessing.get_all_start_methods()[0] != "fork", reason="no worker is a fork here"
+)
 def test_the_server_starts_with_the_loader(tmp_path):
     """The server imports torch before the first epoch. If workers are forks, no server starts."""
     assert scripts.run_ok([scripts.write(tmp_path / "made.py", MADE)]) == ""

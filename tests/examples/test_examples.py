@@ -242,6 +242,10 @@ def without_numbers(line: str) -> str:
     return " ".join(re.sub(r"[\d,.]*\d( and \d)?", " 0 ", line).split())
 
 
+@pytest.mark.skipif(
+    sys.version_info >= (3, 14),
+    reason="tqdm leaves semaphores in killed workers: guides/progress.md",
+)
 def test_bars_in_tasks():
     """The lines of all tasks stay above the bar of the pool, and no bar of a task stays."""
     with OnTerminal(ROOT / "examples" / "bars_in_tasks.py", "--steps=2") as program:
