@@ -59,6 +59,15 @@ EXCLUDED_OF_PROCESSES = {
     "test_idle_process_reuse_multiple": "as above",
     "test_max_tasks_per_child_defaults_to_spawn_context": "uses the private name _mp_context",
     "test_python_finalization_error": "replaces a private function of threading",
+    "test_kill_workers": "replaces the private method _force_shutdown",
+    "test_terminate_workers": "as above",
+    "test_force_shutdown_workers_invalid_op": "calls the private method _force_shutdown",
+    "test_force_shutdown_during_max_tasks_worker_exit": "uses the private name _shutdown_lock",
+    "test_failed_worker_replacement_breaks_pool": "replaces a private function of the executor",
+    "test_gc_during_max_tasks_worker_exit_gh152967": (
+        "CPython fails the futures of a dropped executor, xpool has their calls run"
+    ),
+    "test_shutdown_no_wait_max_tasks_gh119592": "as above",
 }
 # Excluded for some start methods only.
 EXCLUDED_OF_METHOD = {

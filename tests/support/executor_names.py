@@ -24,6 +24,9 @@ class Process:
     def terminate(self) -> None:
         os.kill(self.pid, 15)
 
+    def kill(self) -> None:
+        os.kill(self.pid, 9)
+
     def __del__(self) -> None:
         os.close(self._fd)
 
