@@ -1,10 +1,9 @@
 """Pickles objects by a token, to keep their identity in each process.
 
 These objects are type variables, new types, aliases and sentinels (Python 3.15), and two kinds of
-globals of ``__main__``:
-objects without attributes (``MISSING = object()``), and objects whose ``__reduce__`` returns the
-global's name.  A token is needed because functions, arguments and globals arrive in separate
-pickles, and may all refer to one such object.
+globals of ``__main__``: objects without attributes (``MISSING = object()``), and objects whose
+``__reduce__`` returns the global's name.  A token is needed because functions, arguments and
+globals arrive in separate pickles, and may all refer to one such object.
 """
 
 from __future__ import annotations

@@ -349,13 +349,12 @@ def _is_data(cls: type, name: str, value: Any) -> bool:
         return type(value) is FunctionType and not value.__qualname__.startswith(
             f"{cls.__qualname__}."
         )
-    return not isinstance(value, type) and not is_descriptor(value)
+    return not isinstance(value, type) and not is_descriptor(type(value))
 
 
-def is_descriptor(value: Any) -> bool:
-    """Whether a class statement usually makes such an attribute; no partial, which has a `__get__`
-    since Python 3.14."""
-    kind = type(value)
+def is_descriptor(kind: type) -> bool:
+    """Whether class statements usually make attributes of this type; not a partial, which has a
+    `__get__` since Python 3.14."""
     return kind is not functools.partial and hasattr(kind, "__get__")
 
 
@@ -372,8 +371,7 @@ def is_assigned(cls: type, name: str, value: Any) -> bool:
                 return True
         elif one is value or (one is not None and not isinstance(value, property)):
             mine = kind is functools.partialmethod or origin_of(kind.__module__) != INSTALLED
-            # Some versions of Python have a `__get__` for these two.
-            plain = kind in (MethodType, functools.partial) or not hasattr(kind, "__get__")
+            plain = kind is MethodType or not is_descriptor(kind)
             # An enumeration has its members as attributes, too.
             return (mine and kind is not cls) or plain
     return False

@@ -190,7 +190,7 @@ def _lazy_annotationlib() -> None:
         state = {name: getattr(obj, name) for name in _OF_REFERENCES}
         state["__globals__"] = None if obj.__globals__ is None else module_of(obj.__globals__)
         if obj.__cell__:
-            # The owner's attributes are looked up in it, too.
+            # `__classdict__` has the attributes of the owner, which is sent.
             cells = {name: one for name, one in obj.__cell__.items() if name != "__classdict__"}
             state["__cell__"] = cells
         return NEW, (kind,), state, None, None, _fill_reference
@@ -200,16 +200,18 @@ _OF_REFERENCES = (
     "__forward_is_argument__", "__forward_is_class__", "__forward_module__", "__owner__",
     "__extra_names__", "__forward_arg__",
 )  # fmt: skip
+_NOT_OF_REFERENCES = (
+    "__cell__", "__code__", "__ast_node__", "__stringifier_dict__", "__resolved_str_cache__",
+)  # fmt: skip
+"""Slots that Python fills when it needs them, and cells that most references do not have."""
 
 
 def _fill_reference(obj: Any, state: dict[str, Any]) -> None:
     module = state["__globals__"]
     if module is not None:
         state["__globals__"] = (find_module(module) or import_module(module)).__dict__
-    none = dict.fromkeys(("__cell__", "__code__", "__ast_node__", "__stringifier_dict__"))
-    none["__resolved_str_cache__"] = None
     state["__arg__"] = state.pop("__forward_arg__")
-    for name, value in {**none, **state}.items():
+    for name, value in {**dict.fromkeys(_NOT_OF_REFERENCES), **state}.items():
         setattr(obj, name, value)
 
 

@@ -204,15 +204,14 @@ def _steps(code: CodeType) -> tuple[list[str], list[Any]]:
     """
     names, values = list[str](), list[Any]()
     for one in dis.get_instructions(code):
-        if one.opname == _COMMON and one.argrepr == "None":
-            names.append("LOAD_CONST")
-            values.append(None)
-        elif one.opname == "LOAD_SMALL_INT":  # since Python 3.14
-            names.append("LOAD_CONST")
-            values.append(one.argval)
-        elif one.opname not in _NOISE:
-            names.append(one.opname)
-            values.append(one.argval)
+        kind, value = one.opname, one.argval
+        if kind == _COMMON and one.argrepr == "None":
+            kind, value = "LOAD_CONST", None
+        elif kind == "LOAD_SMALL_INT":  # since Python 3.14
+            kind = "LOAD_CONST"
+        if kind not in _NOISE:
+            names.append(kind)
+            values.append(value)
     return names, values
 
 

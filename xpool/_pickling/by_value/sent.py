@@ -463,7 +463,7 @@ class Book:
             return Node(compared.NAMED, value)  # each worker calls the function itself
         if node.error and "." in path and origin == IMPORTED:
             of_method = type(owner_of(key)) is FunctionType and path.count(".") > 1
-            if is_part(key) or of_method or classes.is_descriptor(value):
+            if is_part(key) or of_method or classes.is_descriptor(type(value)):
                 return Node(compared.NAMED, value)  # what the import has made
         return node
 
