@@ -306,6 +306,17 @@ scheduler("bound tasks wait behind a later one that runs alone", Scheduler, "put
 scheduler("bound tasks go before an earlier one that runs alone", Scheduler, "put_back")(
     bound_before(Always())
 )
+@scheduler(
+    "a cancelled task that was to run alone holds up others", Scheduler, "take_back", pinned=70077798
+)
+def _(original, sched, w, limit):
+    lone = sched.lone
+    count = original(sched, w, limit)
+    if w == lone and sched.lone is None:
+        sched.queued.add(sched.alone)
+    return count
+
+
 scheduler("a task runs alone once and then beside others", Terms, "after_failure", pinned=35735)(
     lambda original, terms, killed, alone: original(terms, killed, alone)._replace(alone=alone)
 )

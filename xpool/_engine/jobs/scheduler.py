@@ -557,7 +557,9 @@ class Scheduler(Waiting):
         for task_range in reversed(back):
             self.put_back(task_range)
         if w == self.lone and not any(batch.done < batch.taken for batch in in_flight.held):
-            self.lone = None  # the item that was to run alone waits again
+            self.lone = None  # the item that was to run alone waits again, or is cancelled
+            if self.alone.front() is None:
+                self.queued.discard(self.alone)
         # These items do not count for `maxtasksperchild`: the worker never runs them.
         if in_flight.left is not None:
             in_flight.left += count
