@@ -401,11 +401,18 @@ class Stream(Job):
         self._iterator = weakref.ref(iterator, lambda _: None if ends() else gone())
         self._answered = 0
         self._length: int | None = None
+        # The error of the input, in place of a task: of an unordered stream it comes last.
+        self._input_error: tuple[int, Any] | None = None
         # Called with the number of answered tasks, if drawing the input depends on it.
         self.answers: Callable[[int], object] | None = None
 
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
         if self.settled:
+            return False
+        iterator = self._iterator()
+        is_of_input = type(value) is Unopened and iterator is not None and not iterator.ordered
+        if is_of_input and self._answered < index:
+            self._input_error = index, value
             return False
         if type(value) in _SMALL:  # most answers of threads are small; this saves a call
             tasks, weight = 1, BOOKKEEPING
@@ -418,11 +425,13 @@ class Stream(Job):
             self.progress.add(tasks)
         if self.answers is not None:
             self.answers(tasks)
-        iterator = self._iterator()
         if iterator is not None:
             iterator.buffer.tasks_in = answered
             place = index if iterator.ordered else before
             iterator.arrive(place, ok, value, index, weight)
+        if self._input_error is not None and answered == self._input_error[0]:
+            (index, error), self._input_error = self._input_error, None
+            return self.deliver(index, False, error)
         if answered != self._length:
             return False
         self.settled = True
