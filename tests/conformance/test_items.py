@@ -122,6 +122,28 @@ def test_seed_of_each_item():
         assert pool.map(_draw, range(6), seed=1) == first
 
 
+_generator = random.Random(3)
+
+
+def _draw_own(x):
+    return _generator.random(), x
+
+
+def test_seeds_of_generators_that_are_globals():
+    """With ``seed=``, items draw the same numbers from a worker's own generators, too. These go on
+    as if the items had not drawn."""
+    with Pool(1, seed=5) as pool:
+        undisturbed = pool.map(_draw_own, range(4))
+    with Pool(1, seed=5) as pool:
+        later = pool.map(_draw_own, range(2))
+        first = pool.map(_draw_own, range(4), seed=1)
+        later += pool.map(_draw_own, range(2, 4))
+    assert later == undisturbed and len(set(first)) == 4
+    with Pool(2) as pool:
+        assert pool.map(_draw_own, range(4), seed=1, chunksize=3) == first
+        assert pool.map(_draw_own, range(4), seed=2) != first
+
+
 @pytest.mark.torch
 def test_a_seed_leaves_the_generators_alone():
     """Items with ``seed=`` do not change the numbers that the worker draws later."""

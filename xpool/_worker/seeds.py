@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from xpool._pickling.by_value.standard import sow_own_generators
 from xpool._python.import_hooks import when_imported
 
 _MODULES = ("random", "numpy.random", "torch")
@@ -89,11 +90,12 @@ def seeded(seed: bytes) -> Iterator[None]:
     seeds = Seeds.here
     assert seeds is not None
     own, there = seeds._seed, _imported()
-    restores = [seeds.keep(module) for module in there]
+    restores: list[Callable[[], object]] = [seeds.keep(module) for module in there]
     try:
         seeds._seed = seed
         for module in there:
             seeds.sow(module)
+        restores += sow_own_generators(seeds.number)
         yield
     finally:
         seeds._seed = own

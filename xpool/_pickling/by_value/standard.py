@@ -49,6 +49,22 @@ _KINDS: dict[tuple[str, str], Callable[[Any, int], Any]] = {
 }
 """By module and class: how a package makes one with a seed."""
 
+_STATES: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    ("random", "Random"): (lambda one: one.getstate(), lambda one, state: one.setstate(state)),
+    ("numpy.random._generator", "Generator"): (
+        lambda one: one.bit_generator.state,
+        lambda one, state: setattr(one.bit_generator, "state", state),
+    ),
+    **dict.fromkeys(
+        (("numpy.random.mtrand", "RandomState"), ("torch._C", "Generator")),
+        (lambda one: one.get_state(), lambda one, state: one.set_state(state)),
+    ),
+}
+"""By the same: how its state is read and set."""
+
+_made: dict[str, tuple[tuple[str, str], Any]] = {}
+"""In a worker, its own generators, by the names of the globals."""
+
 _OF_PACKAGES: dict[str, Callable[[Any], Any]] = {
     "random": lambda random: random.random.__self__,
     "numpy.random.mtrand": lambda mtrand: mtrand._rand,
@@ -85,7 +101,23 @@ def own_generator(module: str, kind: str, name: str) -> Any:
     import random  # few programs have such a global
 
     seed = random.SystemRandom().getrandbits(64) if seed_of is None else seed_of(name)
-    return _KINDS[module, kind](import_module(module.partition(".")[0]), seed)
+    generator = _with_seed((module, kind), seed)
+    _made[name] = (module, kind), generator
+    return generator
+
+
+def _with_seed(kind: tuple[str, str], seed: int) -> Any:
+    return _KINDS[kind](import_module(kind[0].partition(".")[0]), seed)
+
+
+def sow_own_generators(seed_of: Callable[[str], int]) -> list[Callable[[], object]]:
+    """Seed the generators of this worker's globals; return functions that restore them."""
+    restores: list[Callable[[], object]] = []
+    for name, (kind, generator) in _made.items():
+        state, set_state = _STATES[kind]
+        restores.append(partial(set_state, generator, state(generator)))
+        set_state(generator, state(_with_seed(kind, seed_of(name))))
+    return restores
 
 
 def _lazy_generator(module: str, kind: str) -> None:
