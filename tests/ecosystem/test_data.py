@@ -16,6 +16,7 @@ from support.waiting import Gate, wait_gone
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = pytest.mark.torch
 
+import numpy as np  # noqa: E402
 import torch.utils.data as theirs  # noqa: E402
 
 from xpool import CtxPool, P2PPool, Pool, ThreadPool, WorkerDied  # noqa: E402
@@ -591,3 +592,32 @@ MADE = """
 def test_the_server_starts_with_the_loader(tmp_path):
     """The server imports torch before the first epoch. If workers are forks, no server starts."""
     assert scripts.run_ok([scripts.write(tmp_path / "made.py", MADE)]) == ""
+
+
+class Shared(torch.utils.data.Dataset):
+    """Its items are the epoch, in shared memory; it counts them there and in a file."""
+
+    def __init__(self, path):
+        self.epoch = torch.zeros(1, dtype=torch.long).share_memory_()
+        self.seen = torch.zeros(4, dtype=torch.long).share_memory_()
+        self.file = np.memmap(path, "int64", "w+", shape=(4,))
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        self.seen[index] += 1
+        self.file[index] += 1
+        return int(self.epoch) * 100 + index
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_dataset_in_shared_memory(persistent, tmp_path):
+    """As with torch's loader, workers and the program share tensors and arrays in files."""
+    dataset = Shared(tmp_path / "file")
+    loader = DataLoader(dataset, 2, num_workers=2, persistent_workers=persistent)
+    for epoch in range(2):
+        dataset.epoch.fill_(epoch)
+        found = torch.cat(list(loader)).tolist()
+        assert found == [100 * epoch + index for index in range(4)]
+    assert dataset.seen.tolist() == dataset.file.tolist() == [2] * 4

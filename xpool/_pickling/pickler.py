@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from importlib import import_module
 from itertools import repeat
 from pickle import PickleBuffer, PicklingError
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from xpool._memory.holds import Block
 from xpool._memory.system import same_bytes
 from xpool._pickling import Key, diagnose, frame, reducers
 from xpool._pickling.frame import BY_PIPE, INLINE_BELOW, Layout
-from xpool._pickling.reducers import REDUCERS, SHORT
+from xpool._pickling.reducers import REDUCERS, SHORT, watches
 from xpool._python.hidden import forking, of_program
 from xpool._python.interrupt import by_handler
 from xpool.errors import XPoolError
@@ -40,10 +41,14 @@ _dump = pickle.Pickler.dump
 def reducer_override(pickler: Any, obj: Any) -> Any:
     """Reduce an object, or leave it to the pickler: both picklers call this first."""
     kind = type(obj)
+    if watches and (watch := watches.get(get_ident())) is not None:
+        watch(obj)
     if kind in forking or kind in copyreg.dispatch_table:
         reduce = of_program(kind)
         if reduce is not None:
-            return reduce(obj)
+            reduced = reduce(obj)
+            if type(reduced) is not str or hasattr(obj, "__module__"):
+                return reduced  # else a name for which `pickle` would search all modules
     reducer = REDUCERS.get(kind) or reducers.find(kind)
     return NotImplemented if reducer is None else reducer(pickler, obj)
 
@@ -85,7 +90,7 @@ class _GroupPickler(_FastPickler):
 
     def reducer_override(self, obj: Any) -> Any:
         name = self.group.named.get(id(obj))
-        return reducer_override(self, obj) if name is None else (reducers.of_module, name)
+        return reducer_override(self, obj) if name is None else reducers.by_place(*name)
 
 
 def _placer(

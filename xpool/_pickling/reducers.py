@@ -117,6 +117,9 @@ script: Any
 everyone: set[Key] = set()
 """Keys of what every message of a pool brings, also one that uses nothing of the program."""
 
+watches: dict[int, Callable[[Any], object]] = {}
+"""By thread: a function that is called with each object that a pickler reduces there."""
+
 own: Reducer | None = None
 """The reducer of objects of classes with a ``__reduce__``, ``__new__`` or ``__getattr__`` of their
 own (`by_value.own_objects`)."""
@@ -157,6 +160,18 @@ def of_module(module: str, name: str, kind: type | None = None) -> Any:
         return getattr(import_module(module), name)
     found = getattr(import_module(module), name, None)
     return found if type(found) is kind else object.__new__(kind)
+
+
+def by_place(module: str, name: str, kind: type | None = None) -> Any:
+    """Reduce a global to its name.  With ``kind``, the receiver's object loses its attributes: the
+    program's has none, but a task or an earlier message may have set some."""
+    if kind is None:
+        return of_module, (module, name)
+    return of_module, (module, name, kind), (), None, None, _clear
+
+
+def _clear(obj: Any, _: object) -> None:
+    getattr(obj, "__dict__", {}).clear()
 
 
 class InModule:

@@ -30,6 +30,7 @@ from xpool._engine.launch import (
     import_for_arrays,
     wanted_modules,
 )
+from xpool._pickling.by_value.checks import SharedMemory, refusing_shared_memory
 from xpool._pools.base import BasePool, at_exit
 from xpool._pools.ctx_pools import CtxPool, CtxThreadPool
 from xpool._pools.preloading import preload
@@ -315,12 +316,13 @@ class Processes(_Pooled):
                 name="DataLoader",
             )  # fmt: skip
             try:
-                reference: Any = pool.broadcast(made)
+                with refusing_shared_memory():
+                    reference: Any = pool.broadcast(made)
                 # As in torch's loader, workers keep the globals of the time when they were started.
                 reference.names = frozenset()
                 self._ref = reference
                 return pool
-            except Exception:  # an object's `__reduce__` can raise any error
+            except (Exception, SharedMemory):  # an object's `__reduce__` can raise any error
                 # Such a dataset can only be passed to a starting process, as in torch's loader.
                 pool.terminate()
                 pool.join()

@@ -23,7 +23,7 @@ from xpool._pickling.by_value.origin import (
     origin_of,
     program_modules,
 )
-from xpool._pickling.reducers import LAZY, Context, of_module, register
+from xpool._pickling.reducers import LAZY, Context, by_place, of_module, register
 
 KINDS = ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
 
@@ -74,7 +74,8 @@ def reduce_object(pickler: Context, obj: object) -> Any:
             if place is None:
                 return NotImplemented
             if origin_of(place[0]) == IMPORTED:
-                return of_module, (*place, type(obj))
+                named = (*place, type(obj))
+                return by_place(*named) if pickler.group else (of_module, named)
         return make_object, (registry.token_of(obj), type(obj))
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
-from xpool._pickling import Key
+from xpool._pickling import Key, reducers
 from xpool._pickling.by_value.caches import CACHE
 from xpool._pickling.by_value.origin import (
     IMPORTED,
@@ -86,7 +88,7 @@ def warn_of(key: Key, value: Any, group: Group) -> None:
 
 def warn_of_refused(key: Key, value: Any, reason: str) -> None:
     """Warn once that workers keep their own attribute of an installed module."""
-    maker = value if isinstance(value, (type, FunctionType)) else type(value)
+    maker = value if issubclass(type(value), (type, FunctionType)) else type(value)
     if origin_of(maker.__module__) == SENT:  # not what the import of that module has made
         _once(
             key,
@@ -103,7 +105,7 @@ def is_of_import(key: Key, value: Any) -> bool:
 
     These are locks, and definitions of installed modules under their own names.
     """
-    if isinstance(value, (FunctionType, type, BuiltinFunctionType)):
+    if issubclass(type(value), (FunctionType, type, BuiltinFunctionType)):
         named = (value.__module__, value.__qualname__) == key and origin_of(key[0]) == INSTALLED
         return named and not is_patch(value, key[0])
     return type(value) in _LOCKS and origin_of(key[0]) == IMPORTED
@@ -115,7 +117,7 @@ def arrays_among(objects: list[Any]) -> list[Any]:
     kinds = array, tensor
     if not any(issubclass(kind, kinds) for kind in set(map(type, objects))):
         return []
-    return [one for one in objects if isinstance(one, kinds)]
+    return [one for one in objects if issubclass(type(one), kinds)]
 
 
 def memory_of(objects: list[Any]) -> set[int]:
@@ -138,22 +140,42 @@ def memory_of(objects: list[Any]) -> set[int]:
     return found - {1}
 
 
-def _is_shared(one: Any) -> bool:
+def _is_shared(one: Any, any_file: bool = False) -> bool:
     numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(one, numpy.ndarray):
+    if numpy is None or not issubclass(type(one), numpy.ndarray):
         try:
             return bool(one.is_shared()) and one.device.type == "cpu"
         except Exception:  # sparse and other tensors have no storage
             return False
-    while isinstance(one, numpy.ndarray):
-        if isinstance(one, numpy.memmap):
+    while issubclass(type(one), numpy.ndarray):
+        if issubclass(type(one), numpy.memmap):
             # What a worker writes does not reach the file.
-            return bool(one.flags.writeable) and one.mode != "c"
+            return (any_file or bool(one.flags.writeable)) and one.mode != "c"
         one = one.base
-    if isinstance(one, memoryview):
+    if issubclass(type(one), memoryview):
         one = one.obj
     # `multiprocessing.shared_memory` and the arrays of `multiprocessing.sharedctypes`.
-    return isinstance(one, mmap.mmap) or hasattr(one, "_wrapper")
+    return issubclass(type(one), mmap.mmap) or hasattr(one, "_wrapper")
+
+
+class SharedMemory(BaseException):
+    """What is pickled holds shared memory.  After an `Exception`, dill would pickle it."""
+
+
+def _refuse_shared(one: Any) -> None:
+    if arrays_among([one]) and _is_shared(one, any_file=True):
+        raise SharedMemory
+
+
+@contextlib.contextmanager
+def refusing_shared_memory() -> Iterator[None]:
+    """In this thread, raise `SharedMemory` if an array or tensor is pickled whose memory a forked
+    process would share."""
+    reducers.watches[threading.get_ident()] = _refuse_shared
+    try:
+        yield
+    finally:
+        del reducers.watches[threading.get_ident()]
 
 
 def _once(key: Key, what: str, text: str) -> None:

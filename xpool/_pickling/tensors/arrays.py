@@ -12,6 +12,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from xpool._pickling.by_value.origin import INSTALLED, origin_of
 from xpool._pickling.frame import INLINE_BELOW
 from xpool._pickling.reducers import (
     FOR_SUBCLASSES,
@@ -20,6 +21,7 @@ from xpool._pickling.reducers import (
     SHORT,
     Context,
     Head,
+    of_module,
     set_attributes,
     tail,
 )
@@ -39,6 +41,22 @@ def _lazy_numpy() -> None:
     SHORT[np.ndarray] = _short
     REDUCERS[np.memmap] = _reduce_mapped
     FOR_SUBCLASSES[np.ndarray] = _reduce_subclass
+    REDUCERS[np.ufunc] = _reduce_ufunc
+
+
+def _reduce_ufunc(pickler: Context, ufunc: Any) -> Any:
+    """Pickle a function such as `scipy.special.expit` by an installed module that has it.
+
+    numpy gives `pickle` a name without a module, for which it also looks in ``__mp_main__``.
+    """
+    name = ufunc.__name__
+    found = (
+        module
+        for module, one in [*sys.modules.items()]
+        if getattr(one, "__dict__", {}).get(name) is ufunc and origin_of(module) == INSTALLED
+    )
+    module = next(found, None)
+    return NotImplemented if module is None else (of_module, (module, name))
 
 
 def _lazy_masked() -> None:

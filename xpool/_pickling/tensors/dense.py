@@ -34,6 +34,7 @@ from xpool._pickling.reducers import (
     Context,
     Head,
     in_place,
+    of_module,
     register,
     set_attributes,
     tail,
@@ -88,6 +89,9 @@ def _lazy_torch() -> None:
     REDUCERS[torch.storage.TypedStorage] = reduce_typed_storage
     for kind in (torch.finfo, torch.iinfo):
         REDUCERS[kind] = lambda _, info: (type(info), (getattr(torch, info.dtype),))
+    for kind in (torch.memory_format, torch.qscheme):
+        # torch gives `pickle` a name without a module, for which it also looks in `__mp_main__`.
+        REDUCERS[kind] = lambda _, one: (of_module, tuple(str(one).split(".")))
 
 
 LAZY["torch"] = LAZY["torch.nn.parameter"] = LAZY["torch.storage"] = _lazy_torch
