@@ -150,6 +150,9 @@ def test_an_item_that_exits_names_its_function() -> None:
         with pytest.raises(WorkerDied, match="leave") as caught:
             pool.map(leave, [3])
         assert caught.value.exitcode == 3
+        with pytest.raises(WorkerDied, match="exit code 247") as caught:
+            pool.map(leave, [-9])  # as the end of a process with this number
+        assert caught.value.exitcode == 247
 
 
 def test_a_call_in_a_full_stack_leaves_nothing_behind() -> None:

@@ -372,7 +372,7 @@ class ForkServer:
 
     def _ask(self, boot: int, status: int) -> None:
         assert self._sock is not None
-        streams = list(filter(starting.is_open, (1, 2)))
+        streams = list(filter(starting.is_stream, (1, 2)))
         socket.send_fds(self._sock, [bytes([sum(streams)])], [boot, status, *streams])
 
     def _stop(self) -> None:

@@ -9,6 +9,7 @@ it does not run again, and its exception is raised unchanged, as in the standard
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, FunctionType, MemberDescriptorType, MethodType
@@ -57,6 +58,8 @@ def refusal(
         if precise is not None:
             precise.__context__ = None  # the error of the whole object, which says the same
             error = precise
+    if isinstance(error, RecursionError) and _is_deep():
+        return error  # the caller's own stack is too deep, and not the object
     kind = type(culprit).__qualname__
     article = "an" if kind[:1].lower() in "aeiou" else "a"
     what = f"{article} {kind} object ({short(culprit)})"
@@ -64,7 +67,7 @@ def refusal(
         hint = "dill can pickle more than the standard library; it is not installed here."
     elif isinstance(error, RecursionError):
         hint = "The object is nested too deeply; send it in flatter form."
-    elif isinstance(culprit, type):
+    elif isinstance(culprit, type) and type(culprit).__module__ != "_ctypes":
         hint = "Define the class in a module of its own: workers import it, and get no definition."
     else:
         hint = _HINTS.get(kind, _HINT)
@@ -73,6 +76,14 @@ def refusal(
     refused.parts = what, path, str(error), hint
     refused.__cause__ = error
     return refused
+
+
+def _is_deep() -> bool:
+    """Whether the stack of this thread takes most of the recursion limit."""
+    frame, depth = sys._getframe(), 0
+    while (above := frame.f_back) is not None:
+        frame, depth = above, depth + 1
+    return depth > sys.getrecursionlimit() // 2
 
 
 def _text(what: str, where: str, why: str, hint: str) -> str:
@@ -102,7 +113,8 @@ def say_where(error: BaseException, say: Callable[[str], str]) -> None:
         if match:
             where = say(match[2] or "")
             said[i] = f"{match[1]}{where}.{match[3] or ''}"
-            if type(error) is NotImplementedError and len(error.args) == 1:  # it contains a pool
+            # It contains a pool.
+            if where and type(error) is NotImplementedError and len(error.args) == 1:
                 error.args = (f"{error}. It is{where}",)
     if isinstance(notes, list):
         notes[:] = said
@@ -209,6 +221,8 @@ _HINTS = {
     "TextIOWrapper": "Send the file's path and open it in the worker.",
     "BufferedReader": "Send the file's path and open it in the worker.",
     "BufferedWriter": "Send the file's path and open it in the worker.",
+    "BufferedRandom": "Send the file's path and open it in the worker.",
+    "FileIO": "Send the file's path and open it in the worker.",
     "module": "Make it with a name of its own, or put it into sys.modules under this name.",
     "coroutine": "Send the coroutine function and its arguments, and run it in the worker.",
 }
@@ -246,11 +260,15 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
                 yield f".{obj.__name__}'s variable {name!r}", cell.cell_contents
             except ValueError:  # the variable has no value yet
                 continue
-        for value in obj.__defaults__ or ():
+        for value in (*(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values()):
             yield f".{obj.__name__}'s default", value
     elif kind is MethodType:
         yield ".__self__", obj.__self__
-    elif not issubclass(kind, type) and not _pickles_itself(kind):
+    elif issubclass(kind, type):
+        for name, value in [*vars(obj).items()]:
+            if type(value) is FunctionType:
+                yield f".{name}", value
+    elif not _pickles_itself(kind):
         for name in ("func", "args", "keywords"):
             if kind.__name__ == "partial":
                 yield f".{name}", getattr(obj, name)

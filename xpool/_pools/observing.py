@@ -96,6 +96,8 @@ class Stacks(tuple[WorkerStack, ...]):
 def stacks_of(pool: Any) -> Stacks:
     backend: Any = getattr(pool, "_backend", None)
     if not hasattr(backend, "stacks"):
+        if pool._life.failure is not None:  # in a child that was forked, a pool has no workers
+            pool._life.check_running()
         raise OptionError(
             f"stacks() is not for {type(pool).__name__}, whose workers xpool does not start"
         )

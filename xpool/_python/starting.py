@@ -297,7 +297,7 @@ def start_server(fd: int, *imports: Sequence[str]) -> ServerProcess:
             (os.POSIX_SPAWN_DUP2, file, its_file),
         ]
         for stream in (1, 2):
-            if is_open(stream):
+            if is_stream(stream):
                 actions += [
                     (os.POSIX_SPAWN_DUP2, stream, spare),
                     (os.POSIX_SPAWN_DUP2, spare, stream),
@@ -365,9 +365,13 @@ def interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def is_open(fd: int) -> bool:
+def is_stream(fd: int) -> bool:
+    """Whether descriptor 1 or 2 is the program's stdout or stderr.
+
+    If it was closed when Python started, a file that the program has opened may have its number.
+    """
     try:
         os.fstat(fd)
     except OSError:
         return False
-    return True
+    return (sys.__stdout__, sys.__stderr__)[fd - 1] is not None

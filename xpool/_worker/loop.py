@@ -349,6 +349,7 @@ class _Worker:
 
     def _run(self, func: Any, mode: int, payload: bytes | memoryview) -> _Answer:
         record = None
+        task: Any = _UNLOADED
         try:
             if type(func) is _Closed:
                 func = self._open(func)
@@ -381,6 +382,8 @@ class _Worker:
         except SystemExit:
             raise
         except BaseException as exc:
+            if task is _UNLOADED and type(func) is not _Unavailable:
+                failures.note_loading(exc)
             if self._prefix:
                 note_context(exc)
             self._gpu_lost = has_lost_gpu(exc)
@@ -399,6 +402,10 @@ class _Worker:
             self._gpu_lost = has_lost_gpu(exc)
             return refused(exc, value), BODY_ERROR, None
         return data, 0, value
+
+
+_UNLOADED = object()
+"""Takes the place of a task that is not unpickled yet."""
 
 
 class _Closed:

@@ -123,7 +123,8 @@ def exited(exc: SystemExit, func: Callable[..., Any]) -> WorkerDied:
         index = current_worker().index
     except RuntimeError:
         index = -1
-    code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+    # As that of a process: 8 bits of a number, 0 for None, 1 for a text.
+    code = exc.code & 0xFF if isinstance(exc.code, int) else int(exc.code is not None)
     return WorkerDied(os.getpid(), code, index, getattr(func, "__qualname__", repr(func)))
 
 

@@ -14,6 +14,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from xpool._pickling.by_value.origin import name_of
+from xpool._pickling.by_value.registered_calls import CALL_OF_SCRIPT
 
 _future: Any = import_module("__future__")  # an import statement of it is a directive elsewhere
 _FUTURE = functools.reduce(
@@ -126,8 +127,8 @@ def call(code: CodeType, namespace: dict[str, Any], one: ast.stmt, packages: Set
     package = (name_of(module) or "").partition(".")[0]
     if package not in packages:
         package = root = ""
-    tree = ast.parse(f"def calls_of_the_script({root}): pass")
+    tree = ast.parse(f"def {CALL_OF_SCRIPT}({root}): pass")
     tree.body[0].body = [one]  # type: ignore[attr-defined]
     made = next(one for one in _compile(tree, code).co_consts if type(one) is CodeType)
-    function = FunctionType(made, namespace, "calls_of_the_script")
+    function = FunctionType(made, namespace, CALL_OF_SCRIPT)
     return Call(package, function, (module,) if package else ())

@@ -67,10 +67,15 @@ from xpool._pickling.by_value.origin import (
     value_of,
 )
 from xpool._pickling.by_value.reads import classes_of
-from xpool._pickling.by_value.registered_calls import CALLS, package_of, registered
+from xpool._pickling.by_value.registered_calls import (
+    CALL_OF_SCRIPT,
+    CALLS,
+    package_of,
+    registered,
+)
 from xpool._pickling.by_value.standard import is_generator
 from xpool._pickling.pickler import decode
-from xpool._python import at_fork
+from xpool._python import at_fork, failures
 from xpool._python.import_hooks import when_imported
 from xpool._python.interrupt import pass_on, uninterrupted
 
@@ -215,7 +220,12 @@ def _take_all(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
 
 def _call(key: Key, data: bytes) -> None:
     registered[key[1]] = function, args, named = pickle.loads(data)
-    function(*args, **named)
+    try:
+        function(*args, **named)
+    except Exception as exc:
+        if getattr(function, "__name__", "") == CALL_OF_SCRIPT:
+            failures.note_call(exc, function)
+        raise
     for again in after_calls:
         again()
 

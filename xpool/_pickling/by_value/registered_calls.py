@@ -21,6 +21,9 @@ loose[CALLS] = SimpleNamespace()
 registered: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = vars(loose[CALLS])
 """The calls by their names.  A worker makes them in the order of these."""
 
+CALL_OF_SCRIPT = "calls_of_the_script"
+"""The name of a function that makes one call of the script."""
+
 _numbers = itertools.count()
 _of_script: dict[Key, Any] = {}  # the functions among the calls that the script has
 _reducers: dict[tuple[str, type], Any] = {}  # reducers that a registered call registers
