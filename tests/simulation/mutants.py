@@ -306,8 +306,13 @@ scheduler("bound tasks wait behind a later one that runs alone", Scheduler, "put
 scheduler("bound tasks go before an earlier one that runs alone", Scheduler, "put_back")(
     bound_before(Always())
 )
+
+
 @scheduler(
-    "a cancelled task that was to run alone holds up others", Scheduler, "take_back", pinned=70077798
+    "a cancelled task that was to run alone holds up others",
+    Scheduler,
+    "take_back",
+    pinned=70077798,
 )
 def _(original, sched, w, limit):
     lone = sched.lone

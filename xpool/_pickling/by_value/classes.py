@@ -182,7 +182,7 @@ class _Mark:
             return value
         if kind is tuple or kind is frozenset:
             return value if ATOMS.issuperset(map(type, value)) else [*map(self.part, value)]
-        if isinstance(value, type):
+        if issubclass(type(value), type):
             by_value = value.__flags__ & HEAP_TYPE and (
                 registry.known(value) or not goes_by_name(value)
             )
@@ -196,7 +196,7 @@ class _Mark:
         if plain and (is_attribute or not (value.__closure__ or value.__dict__)):
             self.blob.codes.append(value.__code__)
             named = (value.__kwdefaults__ or {}).items()
-            parts = [value.__defaults__, *map(tuple, (variables_of(value), named))]
+            parts = [value.__defaults__, tuple(one for _, one in variables_of(value)), tuple(named)]
             # A function of another module is written by its name, if the name leads to it.
             by_name = value.__qualname__.startswith(self.own) or found_by_name(value)
             return [by_name, *map(self.part, (*parts, value.__dict__ or None))]
@@ -284,7 +284,7 @@ def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
     for name, value in list(vars(cls).items()):
         if name in skip or name in _MADE_BY_PYTHON:
             continue
-        if isinstance(value, (MemberDescriptorType, GetSetDescriptorType)) and (
+        if issubclass(type(value), (MemberDescriptorType, GetSetDescriptorType)) and (
             value.__objclass__ is cls
         ):
             continue
@@ -344,12 +344,12 @@ def data_attributes(cls: type) -> list[str]:
 
 def _is_data(cls: type, name: str, value: Any) -> bool:
     """Whether an attribute is not in the definition of a class."""
-    if isinstance(functions_in(value)[0], FunctionType):  # a method, unless defined elsewhere
+    if issubclass(type(functions_in(value)[0]), FunctionType):  # a method, unless defined elsewhere
         # The definition contains its descriptors.
         return type(value) is FunctionType and not value.__qualname__.startswith(
             f"{cls.__qualname__}."
         )
-    return not isinstance(value, type) and not is_descriptor(type(value))
+    return not issubclass(type(value), type) and not is_descriptor(type(value))
 
 
 def is_descriptor(kind: type) -> bool:
@@ -366,10 +366,10 @@ def is_assigned(cls: type, name: str, value: Any) -> bool:
     if kind in (functools.cached_property, functools.singledispatchmethod):
         value = value.func
     for one in functions_in(value):
-        if isinstance(one, (FunctionType, CachedFunction, type)):
+        if issubclass(type(one), (FunctionType, CachedFunction, type)):
             if not _is_of_statement(cls, name, one):
                 return True
-        elif one is value or (one is not None and not isinstance(value, property)):
+        elif one is value or (one is not None and not issubclass(type(value), property)):
             mine = kind is functools.partialmethod or origin_of(kind.__module__) != INSTALLED
             plain = kind is MethodType or not is_descriptor(kind)
             # An enumeration has its members as attributes, too.
@@ -385,7 +385,7 @@ def _is_of_statement(cls: type, name: str, value: Any) -> bool:
     if (value.__module__, path) == (cls.__module__, inside + name):
         return True
     # Others without a name, such as lambdas and named tuples, are the worker's own.
-    if isinstance(value, type) or path.startswith(inside):
+    if issubclass(type(value), type) or path.startswith(inside):
         return not (found_by_name(value) or origin_of(value.__module__) == SENT)
     return False
 
@@ -404,7 +404,7 @@ def plain_methods(cls: type) -> Iterator[tuple[str, FunctionType]]:
     inner classes.
     """
     for path, value, one in methods(cls):
-        if not isinstance(value, property) and not is_patch(one, cls.__module__):
+        if not issubclass(type(value), property) and not is_patch(one, cls.__module__):
             yield path, one
 
 
@@ -447,7 +447,7 @@ def data_of_function(function: Any) -> list[str]:
     found = []
     for name, value in list(vars(function).items()):
         kind = type(value)
-        code = kind in (FunctionType, BuiltinFunctionType) or isinstance(value, type)
+        code = kind in (FunctionType, BuiltinFunctionType) or issubclass(type(value), type)
         # Functions that a decorator makes share variables with the function itself.
         known = not code or found_by_name(value) or origin_of(value.__module__) == SENT
         if known and not name.startswith("__"):
@@ -460,7 +460,10 @@ def with_nested(path: str, cls: type) -> Iterator[tuple[str, type]]:
     yield path, cls
     for name, one in list(vars(cls).items()):
         inner = f"{path}.{name}"
-        if isinstance(one, type) and (one.__module__, one.__qualname__) == (cls.__module__, inner):
+        if issubclass(type(one), type) and (one.__module__, one.__qualname__) == (
+            cls.__module__,
+            inner,
+        ):
             yield from with_nested(inner, one)
 
 

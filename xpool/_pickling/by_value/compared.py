@@ -22,6 +22,7 @@ from xpool._pickling.by_value.functions import (
     parts_of_function,
     set_since_import,
 )
+from xpool._pickling.by_value.names import is_shared_by_all, is_simple
 from xpool._pickling.by_value.origin import (
     IMPORTED,
     INSTALLED,
@@ -52,7 +53,7 @@ class Node:
     def __init__(self, kind: int, value: Any, names: Iterable[Key] = ()) -> None:
         self.kind = kind
         # Not kept alive if it is data, which may be large.
-        self.value = None if kind == DATA else value
+        self.value: Any = None if kind == DATA else value
         self.id = id(value)
         self.names = frozenset(names)  # globals that the value uses
         self.parts: Any = None  # the parts of a function or class that are compared
@@ -98,8 +99,36 @@ def note_function(node: Node, function: Any, module: str, path: str) -> None:
 
 def note_cache(node: Node, key: Key, value: Any) -> None:
     """Add the results that a function of `functools.lru_cache` keeps."""
-    if isinstance(value, CachedFunction) and node.kind in (NAMED, DATA):
+    if issubclass(type(value), CachedFunction) and node.kind in (NAMED, DATA):
         node.names |= {(key[0], f"{key[1]}.{CACHE}")}
+
+
+def shared_objects(objects: list[Any]) -> tuple[list[Any], set[int]]:
+    """Return those of a global's objects to which another global may refer, too, and their ids.
+
+    The ids include the addresses of memory.
+    """
+    own = {kind for kind in set(map(type, objects)) if not is_shared_by_all(kind)}
+    if not own:
+        return [], set()
+    alive = [one for one in objects if type(one) in own]
+    alone = (
+        one
+        for one in alive
+        if type(one) is FunctionType
+        and not is_patch(one, one.__module__)
+        and (is_simple(one) or origin_of(one.__module__) == INSTALLED)
+    )
+    installed = {base for kind in own for base in kind.__mro__}
+    # What such a class has for all of its objects, such as `DataFrame._metadata`.
+    of_classes = (
+        value
+        for base in installed
+        if origin_of(base.__module__) == INSTALLED
+        for value in vars(base).values()
+    )
+    found = set(map(id, alive)) - set(map(id, alone)) - set(map(id, of_classes))
+    return alive, found | checks.memory_of(objects)
 
 
 class Compared:
@@ -167,7 +196,7 @@ class Compared:
                     functions.append((node.value, *node.parts[:3]))
                 else:
                     imported.append(node.value)
-            elif isinstance(node.value, type) and node.kind in (CLASS, NAMED):
+            elif issubclass(type(node.value), type) and node.kind in (CLASS, NAMED):
                 for _, owner in classes.with_nested(key[1], node.value):
                     self._classes.append((owner, [*map(id, vars(owner).values())], owner.__bases__))
                 if node.kind == CLASS:
@@ -256,7 +285,7 @@ def _named(kwdefaults: dict[str, Any] | None) -> list[Any] | None:
 
 def parts_of(obj: Any) -> Any:
     """Return values that differ when a function or class that workers import was made again."""
-    if isinstance(obj, type):
+    if issubclass(type(obj), type):
         return classes.own_methods(obj)
     if type(obj) is not FunctionType:
         return None
@@ -271,7 +300,7 @@ def is_made_again(key: Key, node: Node, now: Any) -> bool:
     """
     if now is not node.value:
         again = type(now) is type(node.value) and not is_patch(now, key[0])
-    elif isinstance(now, type):
+    elif issubclass(type(now), type):
         again = any(node.parts.get(one) != has for one, has in parts_of(now).items())
     else:
         again = parts_of_function(now)[0] is not node.parts[0]

@@ -155,9 +155,24 @@ def set_since_import(function: FunctionType) -> tuple[list[str], tuple[tuple[str
     moved = file.startswith(_INPUTS) or (
         file[:1] != "<" and file != function.__globals__.get("__file__", file)
     )
-    if moved or (name != function.__name__ and name[:1] != "<" and not function.__closure__):
+    other = name != function.__name__ and name[:1] != "<"
+    if moved or ((other or _is_conditional(function)) and not function.__closure__):
         others.append(CODE)
     return others, constant
+
+
+def _is_conditional(function: FunctionType) -> bool:
+    """Whether a ``def`` statement is in a block of its module, such as ``if config.fast:``.
+
+    The import in a worker may come to another block.
+    """
+    code = function.__code__
+    if "." in function.__qualname__ or code.co_filename[:1] == "<":
+        return False
+    import linecache  # imported here, because it imports `tokenize`, which takes a millisecond
+
+    line = linecache.getline(code.co_filename, code.co_firstlineno, function.__globals__)
+    return line[:1] in " \t" and bool(line.strip())
 
 
 _INPUTS = "<stdin>", "<ipython-input", "<python-input"
@@ -422,7 +437,7 @@ def _reduce_module(pickler: Context, module: ModuleType) -> Any:
         pickler.names.update(
             (name, one)
             for one, value in list(vars(module).items())
-            if not isinstance(value, ModuleType)
+            if not issubclass(type(value), ModuleType)
         )
     return (sent_module if origin == SENT else import_module), (name,)
 

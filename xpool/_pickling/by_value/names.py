@@ -35,7 +35,26 @@ SHARED_BY_ALL: frozenset[Any] = ATOMS | {
     tuple, type, ModuleType, BuiltinFunctionType, CodeType, PickleBuffer, object, range,
     slice, type(NotImplemented),
 }  # fmt: skip
-"""Types whose objects two globals may refer to without being a group."""
+"""Types whose objects two globals may refer to without being a group: see `is_shared_by_all`."""
+
+_OF_EACH_PROCESS = frozenset(
+    {("enum", "Enum"), ("logging", "Logger"), ("re", "Pattern"), ("datetime", "timezone")}
+    | {("datetime", "timedelta"), ("zoneinfo", "ZoneInfo"), ("numpy", "dtype"), ("numpy", "ufunc")}
+    | {("pandas.api.typing", "NAType"), ("pandas._libs.missing", "NAType")}
+    | {("torch", "dtype"), ("torch", "layout")}
+    | {("torch", "memory_format"), ("torch", "qscheme"), ("torch", "device"), ("torch", "Size")}
+)
+"""Classes of which a receiver has its own object with the same name or value."""
+
+
+def is_shared_by_all(kind: type) -> bool:
+    """Whether two globals may refer to the same object of this type without being a group."""
+    if kind in SHARED_BY_ALL or issubclass(kind, type):
+        return True
+    if kind.__name__ == "cython_function_or_method":
+        return True
+    return any((base.__module__, base.__name__) in _OF_EACH_PROCESS for base in kind.__mro__)
+
 
 static_modules: set[str] = set()  # the names of the modules given to `mark_static_module`
 
@@ -54,7 +73,7 @@ def mark_static_module(module: ModuleType) -> None:
     Raises:
         TypeError: ``module`` is not a module.
     """
-    if not isinstance(module, ModuleType):
+    if not issubclass(type(module), ModuleType):
         raise TypeError(f"mark_static_module takes a module, not {module!r}")
     static_modules.add(module.__name__)
 
@@ -121,7 +140,7 @@ def _name_of(pickler: Context, obj: Any, module: str, path: str) -> Any:
     if origin == SENT:
         if pickler.recurse or (pickler.blob is not None and not _comes_before(obj)):
             return None
-        if pickler.group is not None and not isinstance(obj, type) and not _comes_before(obj):
+        if pickler.group is not None and not issubclass(type(obj), type) and not _comes_before(obj):
             # The function belongs to the group of its global, because it may refer to other data.
             if found_here(module, path) is not obj:
                 return None
@@ -131,7 +150,7 @@ def _name_of(pickler: Context, obj: Any, module: str, path: str) -> Any:
             return _for_program(obj, canonical(module), path)
     if found_here(module, path) is not obj:
         # A function made in Python goes by value.
-        return original(obj) if isinstance(obj, type) else None
+        return original(obj) if issubclass(type(obj), type) else None
     if origin != SENT and is_patch(obj, module):
         if pickler.home:
             return _for_program(obj, canonical(module), path)
@@ -192,7 +211,7 @@ def _of_static(obj: Any, module: str, path: str) -> Any:
 
 def _for_program(obj: Any, module: str, path: str) -> Any:
     """Return the reduction, in a worker, of a function or class that the program has sent."""
-    if isinstance(obj, type):
+    if issubclass(type(obj), type):
         entry = registry.known(obj)
         if entry is not None:
             return None if entry.own else (of_program, (entry.token, module, path))

@@ -610,7 +610,7 @@ def globals_of_modules(
             kind = type(value)
             if (
                 (kind is not object and kind in free)
-                or isinstance(value, type)
+                or issubclass(type(value), type)
                 or (kind is FunctionType and not _is_replaced(value, space, name))
             ):
                 continue
@@ -640,10 +640,14 @@ class _Empty:
 _homes: dict[tuple[str, str, int], tuple[int, str | None]] = {}
 
 
+FLAGS = "absl.flags._flagvalues"
+"""The module of the class of ``absl.flags.FLAGS``, which is sent by value."""
+
+
 def home_of(key: Key, value: Any) -> Key | None:
     """Return the installed module that also has a global under its name, and the name; or None."""
-    here, name = key
-    if "." in name or isinstance(value, type) or type(value) is FunctionType:
+    (here, name), kind = key, type(value)
+    if "." in name or issubclass(kind, (type, FunctionType)) or kind.__module__ == FLAGS:
         return None
     known = here, name, id(value)
     count, home = _homes.get(known, (0, None))
@@ -667,7 +671,7 @@ def home_of(key: Key, value: Any) -> Key | None:
 
 def is_imported(value: Any) -> bool:
     """Whether a value is a module that the receiver finds by its name."""
-    if not isinstance(value, ModuleType):
+    if not issubclass(type(value), ModuleType):
         return False
     adopt(value)
     return find_module(name_of(value)) is value and not is_object(value)

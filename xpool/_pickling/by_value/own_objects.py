@@ -8,6 +8,7 @@ arrives as it is: the receiver calls no ``__new__`` or ``__init__`` of its class
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType
 from typing import Any
@@ -16,9 +17,16 @@ from xpool._pickling import reducers
 from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.by_token import make_object, reduce_object
 from xpool._pickling.by_value.names import found_by_name
-from xpool._pickling.by_value.origin import IMPORTED, INSTALLED, SENT, has_no_state, origin_of
+from xpool._pickling.by_value.origin import (
+    FLAGS,
+    IMPORTED,
+    INSTALLED,
+    SENT,
+    has_no_state,
+    origin_of,
+)
 from xpool._pickling.by_value.reads import in_python, required_of
-from xpool._pickling.reducers import NEW, Context, is_message
+from xpool._pickling.reducers import NEW, Context, is_message, of_module
 
 
 def _reduce_own(pickler: Context, obj: Any) -> Any:
@@ -58,9 +66,12 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
             reduced = (*reduced, *(None,) * (5 - len(reduced)), set_state)
         # `__new__` may make what a state leaves out, or what these methods use during the load.
         own = any(type(getattr(kind, name, None)) is FunctionType for name in _USES_NEW)
-        plain = reduced[0] is NEW and len(reduced[1]) == 1
-        if plain and (incomplete or not (own or as_usual or in_message)):
-            return empty_object, *reduced[1:]
+        empty = not (own or as_usual or in_message)
+        # `__getnewargs__` returns arguments of a `__new__` that need not be called.
+        unused = empty and type(kind.__new__) is FunctionType and _base_in_c(kind) is object
+        plain = reduced[0] is NEW and (unused or len(reduced[1]) == 1)
+        if plain and (incomplete or empty):
+            return empty_object, reduced[1][:1], *reduced[2:]
         return reduced
     if origin != SENT or not in_python(kind, "__reduce__"):
         return NotImplemented
@@ -87,8 +98,8 @@ def _reduced(obj: Any) -> Any:
     if not own or hasattr(kind, "__getstate__") or hasattr(kind, "__getnewargs_ex__"):
         return obj.__reduce_ex__(5)
     args = kind.__getnewargs__(obj) if hasattr(kind, "__getnewargs__") else ()
-    items = iter(obj) if isinstance(obj, list) else None
-    pairs = iter(obj.items()) if isinstance(obj, dict) else None
+    items = iter(obj) if issubclass(kind, list) else None
+    pairs = iter(obj.items()) if issubclass(kind, dict) else None
     return NEW, (kind, *args), _state_of(obj), items, pairs
 
 
@@ -208,4 +219,53 @@ _CONTENT: dict[Any, tuple[Any, Any]] = {
 }
 
 
+# -- absl's flags -----------------------------------------------------------------------------
+
+
+def _reduce_flags(pickler: Context, flags: Any) -> Any:
+    """Pickle flags with their values; those of the program's modules with their definitions, too.
+
+    A receiver may not make the program's calls of ``DEFINE_integer``, or make them later.
+    """
+    is_own = flags is sys.modules["absl.flags"].FLAGS
+    made = (of_module, ("absl.flags", "FLAGS")) if is_own else (type(flags), ())
+    if is_own and pickler.home:  # the program keeps its own values
+        return made
+    of_program = {
+        id(flag)
+        for name, defined in flags.flags_by_module_dict().items()
+        if name == sys.argv[0] or origin_of(name) != INSTALLED or not is_own
+        for flag in defined
+    }
+    found = {}
+    for name, flag in flags._flags().items():
+        module = flags.find_module_defining_flag(name) if id(flag) in of_program else None
+        value = flag.value, flag.default, flag.using_default_value, flag.present
+        found[name] = module, *((type(flag), vars(flag)) if module else (None, value))
+    return *made, (flags.is_parsed(), found), None, None, set_flags
+
+
+def set_flags(flags: Any, state: tuple[bool, dict[str, tuple[Any, ...]]]) -> None:
+    vars(flags)["__flags_parsed"], found = state
+    known, made = flags._flags(), dict[int, Any]()
+    for name, (module, kind, content) in found.items():
+        flag = known.get(name, made.get(id(content)))
+        if module is None:
+            if flag is not None:
+                flag.value, flag.default, flag.using_default_value, flag.present = content
+            continue
+        if flag is None:
+            flag = made[id(content)] = object.__new__(kind)
+            # As from another import of the module: `FlagValues` lets a later one define it again.
+            flags.register_flag_by_module(module, flag)
+            flags.register_flag_by_module_id(0, flag)
+        vars(flag).update(content)
+        known[name] = flag
+
+
+def _find_flags() -> None:
+    reducers.register(sys.modules[FLAGS].FlagValues)(_reduce_flags)
+
+
+reducers.LAZY[FLAGS] = _find_flags
 reducers.own = _reduce_own

@@ -45,6 +45,8 @@ from xpool._python.hidden import CachedFunction
 LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _ABOUT_GLOBALS = LOADS | {"STORE_GLOBAL", "DELETE_GLOBAL"}
 _OF_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})
+_OF_IMPORTS = frozenset({"IMPORT_NAME", "IMPORT_FROM", "SWAP", "ROT_TWO", "POP_TOP"})
+"""What an import statement consists of, beside stores."""
 _ALL = frozenset({"eval", "exec", "globals", "vars", "locals", "dir"})
 _OPENERS = [getattr(builtins, name) for name in sorted(_ALL)]
 _OF_EVAL = frozenset({"builtins", "pandas"})
@@ -61,22 +63,30 @@ _OF_FRAMES = frozenset({"query", "eval"})
 class Code:
     """What code uses, with the functions and classes in it."""
 
-    __slots__ = ("attributes", "held", "imports", "names", "whole")
+    __slots__ = ("attributes", "handed", "held", "imports", "names", "whole")
 
     def __init__(self, code: CodeType) -> None:
         self.names = set[str]()  # globals that it reads or writes
         self.attributes = set[str]()  # all names in it
-        self.held = set[str]()  # globals that it uses other than for their attributes
+        # Globals, ".attributes" and "=locals" that it uses other than for their attributes.
+        self.held = set[str]()
         # Of each import: the relative level, the module's name, and the names after `import`.
         self.imports = set[tuple[int, str, tuple[str, ...]]]()
+        self.handed = set[tuple[int, str]]()  # those of which it holds the module itself
+        bound = list[tuple[str, tuple[int, str], str]]()  # locals that imports bind
         for one in inner(code):
-            self._add(one)
+            self._add(one, bound)
+        for name, module, part in bound:
+            if f"={name}" in self.held and part:
+                self.held.add(f".{part}")
+            elif f"={name}" in self.held:
+                self.handed.add(module)
         # `getattr(sys.modules[__name__], name)`
         of_modules = "modules" in self.attributes and not _BY_NAME.isdisjoint(self.attributes)
         spaces = _SPACES.isdisjoint(self.attributes)
         self.whole = of_modules or not spaces or not _ALL.isdisjoint(self.names)
 
-    def _add(self, code: CodeType) -> None:
+    def _add(self, code: CodeType, bound: list[tuple[str, tuple[int, str], str]]) -> None:
         self.attributes.update(code.co_names)
         if not code.co_names:
             return
@@ -88,7 +98,9 @@ class Code:
             self.names.update(name for one in texts for name in re.findall(f"@({_WORD})", one))
         import dis  # imported here, because its import is slow
 
-        last = ""
+        last = part = ""
+        module: Any = None
+        names: Any = None
         constants: list[Any] = [None, None]  # the last two operands
         for instruction in dis.get_instructions(code):
             kind = instruction.opname
@@ -105,7 +117,24 @@ class Code:
                 last = f".{instruction.argval}"
             elif kind == "IMPORT_NAME":
                 level, names = constants
-                self.imports.add((level, instruction.argval, names or ()))
+                module, part = (level, instruction.argval), ""
+                self.imports.add((*module, names or ()))
+            elif kind == "IMPORT_FROM":  # also for `import package.module as name`
+                part = instruction.argval if names else ""
+            elif "_FAST" in kind or "_DEREF" in kind:  # of one local variable, or of two
+                of = (
+                    instruction.argval
+                    if type(instruction.argval) is tuple
+                    else [instruction.argval]
+                )
+                for verb, name in zip(re.findall("LOAD|STORE|DELETE", kind), of):
+                    if last:
+                        self.held.add(last)
+                    last = f"={name}" if verb == "LOAD" else ""
+                    if verb == "STORE" and module is not None:
+                        bound.append((name, module, part))
+            if kind not in _OF_IMPORTS and not kind.startswith("STORE_"):
+                module = None
             constants = [constants[1], instruction.argval]
 
 
@@ -164,31 +193,29 @@ def keys_of(function: FunctionType) -> set[Key]:
     whole = is_whole(values, use)
     if whole and module is not None:
         found.update((module, name) for name in list(values) if type(name) is str)
-    modules = [
-        (value, name in use.held or whole)
-        for name in use.names
-        if isinstance(value := values.get(name), ModuleType)
-    ]
-    given = *variables_of(function), *(function.__defaults__ or ())
-    modules += [(one, False) for one in given if name_of(one) is not None]
+    given: list[tuple[Any, bool]]
+    given = [(values.get(name), name in use.held or whole) for name in use.names]
+    given += [(one, f"={name}" in use.held or whole) for name, one in variables_of(function)]
+    given += [(one, True) for one in _defaults_of(function)]
+    modules = [one for one in given if issubclass(type(one[0]), ModuleType)]
     for level, name, inside in use.imports:
         absolute = absolute_name(level, name, values.get("__package__"))
         if not absolute:
             continue
         imported: Any = sys.modules.get(absolute)
         if name_of(imported) is not None:
-            modules.append((imported, whole))
+            modules.append((imported, whole or (level, name) in use.handed))
             known = attributes_of(imported)
             submodules = [f"{absolute}.{one}" for one in inside if one not in known]
         else:
             submodules = [absolute]
         package: Any = sys.modules.get(absolute.partition(".")[0])
         if not inside and name_of(package) is not None:  # `import a.b` binds `a`
-            modules.append((package, False))
+            modules.append((package, (level, name) in use.handed))
         awaited.update(one for one in submodules if one not in sys.modules)
     found.update(("builtins", name) for name in use.names - values.keys() if _is_added(name))
-    if not _OF_SOURCE.isdisjoint(use.attributes):
-        found.add(("__main__", "__file__"))
+    if "FLAGS" in use.attributes and "absl.flags" in sys.modules:
+        found.add(("absl.flags", "FLAGS"))
     if not _ANY_CLASS.isdisjoint(use.attributes):
         for one in {module or "__main__", "__main__"}:
             classes = (name for name, value in list(namespace(one).items()) if _is_class(value))
@@ -215,16 +242,13 @@ _ANY_MODULE = _IMPORTS | {"modules"}
 
 _UNNAMED = _ANY_CLASS | _ANY_MODULE
 
-_OF_SOURCE = frozenset({"getfile", "getsource", "getsourcefile", "getsourcelines"})
-"""Functions of `inspect` that look for the source of a class in the file of its module."""
-
 
 def _is_added(name: str) -> bool:
     """Whether a name is one that the program has added to `builtins`."""
     value = vars(builtins).get(name, ...)
     if value is ... or value is NotImplemented or name.startswith("__"):
         return False
-    own = isinstance(value, (type, BuiltinFunctionType)) and value.__module__ in _OF_PYTHON
+    own = issubclass(type(value), (type, BuiltinFunctionType)) and value.__module__ in _OF_PYTHON
     return not own and type(value).__module__ != "_sitebuiltins"
 
 
@@ -232,7 +256,7 @@ _OF_PYTHON = frozenset({"builtins", "io", "_io"})
 
 
 def _is_class(value: Any) -> bool:
-    return isinstance(value, type) and origin_of(value.__module__) != INSTALLED
+    return issubclass(type(value), type) and origin_of(value.__module__) != INSTALLED
 
 
 def of_annotations(annotations: dict[str, Any], module: str) -> set[Key]:
@@ -241,7 +265,7 @@ def of_annotations(annotations: dict[str, Any], module: str) -> set[Key]:
     found = set[Key]()
     for one in annotations.values():
         for name in re.findall(_WORD, one) if type(one) is str else ():
-            if not isinstance(values.get(name, sys), ModuleType):
+            if not issubclass(type(values.get(name, sys)), ModuleType):
                 found.add((module, name))
     return found
 
@@ -289,6 +313,8 @@ def in_modules(
                     todo.append((below, False))  # type: ignore[arg-type]
             continue
         names = set(inside) if held and expand else use.attributes & inside.keys()
+        if type(module) is not ModuleType and expand:  # its class may have code that uses them
+            names = set(inside)
         names |= ({"__getattr__", "__name__"} if expand else {"__getattr__"}) & inside.keys()
         for name in names:
             of_it = f".{name}" in use.held
@@ -310,11 +336,13 @@ def reads(obj: Any) -> set[Key]:
         if id(one) in seen:
             continue
         seen.add(id(one))
-        if isinstance(one, FunctionType):
+        if issubclass(type(one), FunctionType):
             found |= keys_of(one)
+        elif issubclass(type(one), ModuleType) and origin_of(one.__name__) != INSTALLED:
+            found.update((canonical(one.__name__), name) for name in vars(one))
         todo.extend(_inside(one))
         for kind in (one, type(one)):  # a class of the program, and the class of an instance
-            if isinstance(kind, type) and origin_of(kind.__module__) != INSTALLED:
+            if issubclass(type(kind), type) and origin_of(kind.__module__) != INSTALLED:
                 found.add((canonical(kind.__module__), kind.__qualname__.partition(".")[0]))
     return found
 
@@ -326,11 +354,11 @@ def _inside(one: Any) -> Iterable[Any]:
     if parts is not None:
         found: Iterable[Any] = parts(one)
         return found
-    if isinstance(one, property):
+    if issubclass(type(one), property):
         return functions_in(one)
-    if isinstance(one, functools.partial):
+    if issubclass(type(one), functools.partial):
         return one.func, *one.args, *one.keywords.values()
-    is_class = isinstance(one, type)
+    is_class = issubclass(type(one), type)
     if origin_of((one if is_class else kind).__module__) == INSTALLED:
         return ()
     return *_attributes(one), *(one.__bases__ if is_class else ())
@@ -364,16 +392,22 @@ def classes_of(obj: Any) -> tuple[type, ...]:
     return obj.__mro__ if isinstance(obj, type) else type(obj).__mro__
 
 
-def variables_of(function: FunctionType) -> Iterator[Any]:
-    """Yield the values of the enclosed variables of a function that have one."""
-    for cell in function.__closure__ or ():
+def variables_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of the enclosed variables of a function that have a value."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         with contextlib.suppress(ValueError):
-            yield cell.cell_contents
+            yield name, cell.cell_contents
+
+
+def _defaults_of(function: FunctionType) -> tuple[Any, ...]:
+    return *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
 
 
 def _of_function(function: FunctionType) -> Iterable[Any]:
-    defaults, named = function.__defaults__ or (), function.__kwdefaults__ or {}
-    return *variables_of(function), *defaults, *named.values(), *vars(function).values()
+    # `keys_of` looks at modules among these.
+    given = *(one for _, one in variables_of(function)), *_defaults_of(function)
+    inside = (one for one in given if not issubclass(type(one), ModuleType))
+    return *inside, *vars(function).values()
 
 
 def _values(one: Any) -> Iterable[Any]:

@@ -503,9 +503,11 @@ def _functions(namespace: dict[str, Any]) -> Iterator[CodeType]:
     for value in list(parts):
         if issubclass(type(value), type) and value.__module__ == namespace.get("__name__"):
             parts += vars(value).values()
+    seen = set[int]()
     for part in parts:
         for function in functions_in(part):
-            while type(function) is FunctionType:
+            while type(function) is FunctionType and id(function) not in seen:
+                seen.add(id(function))
                 if function.__globals__ is namespace:
                     yield function.__code__
                 function = vars(function).get("__wrapped__")

@@ -349,7 +349,10 @@ class Book:
         tables = hidden.reducer_tables()
         registered_calls.look_at_reducers()
         self._looked_at = [*registered], *tables
-        return {*top.assigned, *aliases(), *((CALLS, name) for name in registered)}
+        calls = ((CALLS, name) for name in registered)
+        # `inspect` needs the file for the source of a class, and `multiprocessing` for a spawn.
+        file = [("__main__", "__file__")] if "__file__" in namespace("__main__") else []
+        return {*file, *top.assigned, *aliases(), *calls}
 
     def _note_redefined(self) -> bool:
         """Send modules that the program has loaded again since workers have imported them.
@@ -404,7 +407,7 @@ class Book:
         value = value_of(key)
         old = self._nodes.get(key, _NEW)
         if old.id == id(value):
-            defined = isinstance(value, (FunctionType, type))
+            defined = issubclass(type(value), (FunctionType, type))
             unchanged = (
                 (old.kind in (compared.GONE, compared.PLAIN, compared.NAMED) and not defined)
                 or (
@@ -425,14 +428,16 @@ class Book:
             return Node(compared.NAMED, value)
         if type(value) in ATOMS or is_imported(value):
             return self._plain(key, value)
-        is_class = isinstance(value, type)
+        is_class = issubclass(type(value), type)
         if "." in path and origin == IMPORTED:
             owner = owner_of(key)
-            if isinstance(owner, type) and not classes.is_assigned(
+            if issubclass(type(owner), type) and not classes.is_assigned(
                 owner, path.rpartition(".")[2], value
             ):
                 return Node(compared.NAMED, value)  # the class statement has made it
-        if "." not in path and (is_class or isinstance(value, (FunctionType, CachedFunction))):
+        if "." not in path and (
+            is_class or issubclass(type(value), (FunctionType, CachedFunction))
+        ):
             own = canonical(value.__module__) == module and value.__qualname__ == path
             if own and is_class and origin == IMPORTED and classes.is_made_again(value):
                 send_from_now(module)
@@ -470,7 +475,7 @@ class Book:
     def _plain(self, key: Key, value: Any) -> Node:
         """Return the node of a value that never changes."""
         node = Node(compared.PLAIN, value)
-        if isinstance(value, ModuleType) and origin_of(value.__name__) == SENT:
+        if issubclass(type(value), ModuleType) and origin_of(value.__name__) == SENT:
             node.names = frozenset({(canonical(value.__name__), "__name__")})
         if type(value) in (str, bytes) and len(value) >= INLINE_BELOW:
             node.written = write_group(value, Group({}, {}), True)
@@ -538,27 +543,18 @@ class Book:
         checks.warn_of(key, value, group)
         node.names = frozenset(node.written.names)
         # Kept until all are grouped: an id is that of one object only as long as this exists.
-        objects, kinds = group.objects, set(map(type, group.objects))
-        if not kinds <= SHARED_BY_ALL:
-            node.alive = [one for one in objects if type(one) not in SHARED_BY_ALL]
-            node.objects = set(map(id, node.alive)) | checks.memory_of(objects)
-            if FunctionType in kinds:
-                functions = [one for one in objects if type(one) is FunctionType]
-                node.objects -= {
-                    id(one)
-                    for one in functions
-                    if is_simple(one) and not is_patch(one, one.__module__)
-                }
-        if tuple in kinds:  # reducers make some, whose ids are used again; those of globals are not
-            node.objects |= self._tuples.intersection(map(id, objects))
+        node.alive, node.objects = compared.shared_objects(group.objects)
+        # Reducers make tuples whose ids are used again; those of globals are not.
+        if self._tuples:
+            node.objects |= self._tuples.intersection(map(id, group.objects))
         node.objects.add(id(value))
         if (
-            isinstance(value, (FunctionType, type, BuiltinFunctionType))
+            issubclass(type(value), (FunctionType, type, BuiltinFunctionType))
             and found_by_name(value)
             and not is_patch(value, value.__module__)
         ):
             sent = origin_of(value.__module__) == SENT and type(value) is FunctionType
-            if not sent or is_simple(value):  # type: ignore[arg-type]  # it goes by its name
+            if not sent or is_simple(value):  # it goes by its name
                 node.kind, node.value = compared.PLAIN, value
         node.large = node.written.nbytes >= INLINE_BELOW
         return node
@@ -627,7 +623,7 @@ class Book:
         for key in keys:
             if "." in key[1] and origin_of(key[0]) == SENT:
                 owner = owner_of(key)
-                if isinstance(owner, type):
+                if issubclass(type(owner), type):
                     defined[key] = registry.token_of(owner)
             if key[1].endswith(CACHE):
                 made = self._nodes[key[0], key[1].rpartition(".")[0]].group
@@ -636,7 +632,7 @@ class Book:
             old = None
         if node.kind in (compared.GONE, compared.NAMED):
             kind, data = REMOVED, node.kind == compared.NAMED
-        elif isinstance(node.value, ModuleType):
+        elif issubclass(type(node.value), ModuleType):
             kind, data = IMPORTED_AS, (canonical(node.value.__name__),)
         elif node.kind == compared.PLAIN and node.written is None:
             kind, data = VALUES, [node.value]

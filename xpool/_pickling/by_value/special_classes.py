@@ -22,7 +22,7 @@ Shell = tuple[Any, tuple[Any, ...], frozenset[str]]
 
 _OF_NAMEDTUPLE = frozenset(
     {"_fields", "_field_defaults", "_make", "_replace", "__replace__", "_asdict", "__new__"}
-    | {"__getnewargs__", "__match_args__", "_fields_defaults"}
+    | {"__getnewargs__", "__match_args__", "_fields_defaults", "__repr__"}
 )
 
 
@@ -40,13 +40,18 @@ def namedtuple_shell(cls: type, token: str) -> Shell | None:
     values = tuple(defaults[name] for name in fields if name in defaults)
     given = arguments_of(cls)
     args = (token, cls.__name__, cls.__qualname__, cls.__module__, fields, values, given)
-    skip = set(_OF_NAMEDTUPLE)
-    text = attributes.get("__repr__")
-    # `namedtuple` makes its own `__repr__` again.  If the class defines another one, it is sent.
-    if isinstance(text, FunctionType) and text.__globals__ is vars(collections):
-        skip.add("__repr__")
+    # `namedtuple` makes its own methods again.  Those that the program has set are sent.
+    skip = {name for name in _OF_NAMEDTUPLE if _is_made_by_namedtuple(attributes.get(name))}
     rest = cls.__bases__, attributes.get("__orig_bases__")
     return _make_namedtuple, (*args, *rest), frozenset(skip)
+
+
+def _is_made_by_namedtuple(attribute: Any) -> bool:
+    function = getattr(attribute, "__func__", attribute)
+    if type(function) is not FunctionType:
+        return True
+    space = function.__globals__
+    return space is vars(collections) or str(space.get("__name__")).startswith("namedtuple_")
 
 
 def arguments_of(cls: Any) -> Any:
@@ -70,7 +75,8 @@ def _make_namedtuple(
 ) -> Any:
     def build() -> Any:
         factory: Any = collections.namedtuple
-        made = factory(name, fields, defaults=defaults, module=module)
+        # `rename`: names such as `_1`, which `namedtuple` has made from others, are made again.
+        made = factory(name, fields, rename=True, defaults=defaults, module=module)
         made.__qualname__ = qualname
         if orig_bases is not None:
             made.__orig_bases__ = orig_bases
@@ -101,7 +107,7 @@ def enum_shell(cls: Any, token: str) -> Shell | None:
     members = [(key, one.value, _raw(one, data_type)) for key, one in members_of.items()]
     boundary = getattr(cls, "_boundary_", None) if issubclass(cls, enum.Flag) else None
     names = (cls.__name__, cls.__qualname__, cls.__module__)
-    args = (token, type(cls), names, cls.__bases__, data_type, members, boundary)
+    args = (token, type(cls), names, cls.__bases__, members, boundary)
     return _make_enum, args, _OF_ENUM | frozenset(members_of)
 
 
@@ -114,28 +120,31 @@ def member_attributes(cls: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def _raw(member: Any, data_type: type) -> tuple[Any, ...]:
-    """Return arguments that make a member's data again, without the member's own ``__new__``."""
+def _raw(member: Any, data_type: type) -> tuple[type, tuple[Any, ...]]:
+    """Return the type and the arguments whose ``__new__`` makes a member's data again.
+
+    If possible, this is a builtin type: a ``__new__`` of the program would convert the data twice.
+    """
     as_object: Any = object.__new__
     if data_type.__new__ is as_object:
-        return ()
+        return object, ()
     if issubclass(data_type, str):
-        return (str.__str__(member),)  # not `str(member)`, which a class may override
+        return str, (str.__str__(member),)  # not `str(member)`, which a class may override
     for plain in (int, float, complex, bytes, tuple, frozenset):
         if issubclass(data_type, plain):
-            return (plain(member),)
+            return plain, (plain(member),)
     value = member.value
     if isinstance(value, data_type):
         reduced = value.__reduce_ex__(2)
         if reduced[0] is type(value):
-            return tuple(reduced[1])
-    return value if isinstance(value, tuple) else (value,)
+            return data_type, tuple(reduced[1])
+    return data_type, value if isinstance(value, tuple) else (value,)
 
 
 class _EnumMember:
     """Takes the place of a member's value in the body of the class."""
 
-    def __init__(self, value: Any, raw: tuple[Any, ...]) -> None:
+    def __init__(self, value: Any, raw: tuple[type, tuple[Any, ...]]) -> None:
         self.value, self.raw = value, raw
 
 
@@ -144,12 +153,14 @@ def _make_enum(
     metaclass: Any,
     names: tuple[str, str, str],
     bases: tuple[type, ...],
-    data_type: Any,
-    members: list[tuple[str, Any, tuple[Any, ...]]],
+    members: list[tuple[str, Any, tuple[type, tuple[Any, ...]]]],
     boundary: Any,
 ) -> Any:
-    def new(cls: Any, given: _EnumMember) -> Any:
-        member = data_type.__new__(cls, *given.raw)
+    def new(cls: Any, given: Any) -> Any:
+        if type(given) is tuple:  # as the metaclass gives it to an enumeration of tuples
+            (given,) = given
+        kind, args = given.raw
+        member = kind.__new__(cls, *args)
         member._value_ = given.value
         return member
 

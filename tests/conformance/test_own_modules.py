@@ -1,0 +1,615 @@
+"""Programs of several files: a task sees what the program has in its own modules."""
+
+from pathlib import Path
+
+import pytest
+from support import scripts
+
+pytestmark = pytest.mark.xpool_only
+
+
+def run(folder: Path, main: str, *arguments: str, **modules: str) -> str:
+    """Run a program whose ``main.py`` has this text, beside these modules; return its output."""
+    for name, text in modules.items():
+        scripts.write(folder / f"{name}.py", text)
+    return scripts.run_ok([scripts.write(folder / "main.py", main), *arguments]).strip()
+
+
+CONFIG = """
+    rate = 1
+    other = [1]
+"""
+
+HANDED = """
+    import functools
+    import config
+
+    def show(module):
+        return module.rate, module.other
+
+    def default(m=config):
+        return show(m)
+
+    def keyword(*, m=config):
+        return show(m)
+
+    def attribute():
+        return show(attribute.module)
+    attribute.module = config
+
+    def decorated_with(module):
+        def decorator(function):
+            @functools.wraps(function)
+            def wrapper():
+                return show(module)
+            return wrapper
+        return decorator
+
+    @decorated_with(config)
+    def decorated(): ...
+
+    class Held:
+        module = config
+
+        def __init__(self):
+            import config as imported
+            self.imported = imported
+
+        def show(self):
+            return show(self.module), show(self.imported)
+
+    def held():
+        return Held().show()
+
+    def settings():
+        import config
+        return config
+
+    def returned():
+        return show(settings())
+
+    def passed():
+        from config import other
+        import config as local
+        return show(local), other
+
+    def computed():
+        import config
+        return getattr(config, "rat" + "e"), sorted(vars(config))[-1]
+
+    modules = [config]
+
+    def listed():
+        return show(modules[0])
+
+    CASES = default, keyword, attribute, decorated, held, returned, passed, computed, listed
+"""
+
+
+@pytest.mark.parametrize("where", ["in the script", "in a module"])
+def test_a_module_that_code_hands_on(where, tmp_path):
+    """If code does more with a module than to use its attributes, all its globals are sent."""
+    cases = HANDED
+    if where == "in a module":
+        cases = """
+    import config
+    from cases import CASES
+    """
+    main = (
+        cases
+        + """
+    import xpool
+
+    if __name__ == "__main__":
+        config.rate = 5
+        for case in CASES:
+            with xpool.Pool(1) as pool:
+                assert pool.apply(case) == case(), (case, pool.apply(case))
+            config.rate += 1
+            config.other.append(config.rate)
+    """
+    )
+    run(tmp_path, main, config=CONFIG, cases=HANDED)
+
+
+OF_ITS_CLASS = """
+    import sys, types
+    scale = 1
+
+    class Own(types.ModuleType):
+        @property
+        def doubled(self):
+            return scale * 2
+
+    sys.modules[__name__].__class__ = Own
+"""
+
+
+def test_the_class_of_a_module(tmp_path):
+    """Code of the class that a module gives itself uses globals of the module."""
+    main = """
+    import own
+    import xpool
+
+    def doubled(_):
+        return own.doubled
+
+    if __name__ == "__main__":
+        own.scale = 5
+        with xpool.Pool(1) as pool:
+            print(pool.map(doubled, [0]))
+    """
+    assert run(tmp_path, main, own=OF_ITS_CLASS) == "[10]"
+
+
+def test_a_definition_under_a_condition(tmp_path):
+    """A function that the import of its module has chosen is the program's, with its defaults."""
+    config = "    fast = False\n"
+    solver = """
+    import config
+
+    if config.fast:
+        def solve(x, *, steps=[1]):
+            return "fast", x, steps
+    else:
+        def solve(x, *, steps=[2]):
+            return "slow", x, steps
+
+    def twice(x):
+        return solve(x), solve(x)
+    """
+    main = """
+    import config
+    config.fast = True
+    import solver
+    import xpool
+
+    if __name__ == "__main__":
+        config.fast = False
+        with xpool.Pool(1) as pool:
+            for func in solver.solve, solver.twice:
+                assert pool.map(func, [1]) == [func(1)], pool.map(func, [1])
+    """
+    run(tmp_path, main, config=config, solver=solver)
+
+
+def test_an_object_that_loses_its_attributes(tmp_path):
+    """An object of a module without attributes has none in a worker that has set some."""
+    state = """
+    import functools
+
+    class State:
+        @functools.cached_property
+        def size(self):
+            return 3
+
+    state, kept = State(), State()
+
+    def seen():
+        return dict(vars(state)), dict(vars(kept))
+
+    def count():
+        state.n = vars(state).get("n", 0) + 1
+        return state.n
+    """
+    main = """
+    import state
+    import xpool
+
+    if __name__ == "__main__":
+        with xpool.Pool(1) as pool:
+            assert pool.apply(state.seen) == ({}, {})
+            state.kept.size
+            state.state.user = "ann"
+            assert pool.apply(state.seen) == ({"user": "ann"}, {"size": 3})
+            del state.kept.size
+            state.state = state.State()
+            assert pool.apply(state.seen) == ({}, {})
+            assert [pool.apply(state.count) for _ in range(2)] == [1, 2]
+    """
+    run(tmp_path, main, state=state)
+
+
+def test_a_function_that_wraps_itself(tmp_path):
+    """A `__wrapped__` that leads back to the function ends no search."""
+    lib = """
+    import time
+
+    def same(x):
+        return x
+    same.__wrapped__ = same
+    """
+    main = """
+    import lib
+    import xpool
+
+    if __name__ == "__main__":
+        with xpool.Pool(1) as pool:
+            print(pool.map(lib.same, [7]))
+    """
+    assert run(tmp_path, main, lib=lib) == "[7]"
+
+
+def test_an_object_that_answers_for_another(tmp_path):
+    """Nothing asks an object for its `__class__`, which loads a lazy one and may raise."""
+    main = """
+    import xpool
+
+    stack = []
+
+    class Proxy:
+        @property
+        def __class__(self):
+            if not stack:
+                raise RuntimeError("outside of a context")
+            return type(stack[-1])
+
+        def __getattr__(self, name):
+            return getattr(stack[-1], name)
+
+    class App:
+        debug = True
+        proxy = Proxy()
+
+    current = Proxy()
+
+    def debug(x):
+        stack.append(App())
+        try:
+            return current.debug, App.proxy.debug, x
+        finally:
+            stack.pop()
+
+    if __name__ == "__main__":
+        with xpool.Pool(1) as pool:
+            print(pool.map(debug, [0]))
+    """
+    assert run(tmp_path, main) == "[(True, True, 0)]"
+
+
+def test_the_file_of_the_script(tmp_path):
+    """`inspect` finds classes of the script, and a child of `multiprocessing` its functions."""
+    lib = """
+    import inspect
+
+    def source_of(cls):
+        return inspect.getsource(cls)
+    """
+    main = """
+    import multiprocessing
+    import lib
+    import xpool
+
+    class Shown:
+        pass
+
+    def show(_):
+        return lib.source_of(Shown)
+
+    def child(queue):
+        queue.put(3)
+
+    def start(method):
+        context = multiprocessing.get_context(method)
+        queue = context.SimpleQueue()
+        process = context.Process(target=child, args=(queue,))
+        process.start()
+        found = queue.get()
+        process.join()
+        return found
+
+    if __name__ == "__main__":
+        with xpool.Pool(1, is_daemon=False) as pool:
+            assert pool.map(show, [0]) == [show(0)]
+            print(pool.map(start, ["spawn"]))
+    """
+    assert run(tmp_path, main, lib=lib) == "[3]"
+
+
+UNITS = """
+    import xpool
+
+    class Unit:
+        kinds = {}
+
+        def __new__(cls, name):
+            if name not in cls.kinds:
+                cls.kinds[name] = super().__new__(cls)
+                cls.kinds[name].name = name
+            return cls.kinds[name]
+
+        def __getnewargs__(self):
+            return (self.name,)
+
+    metre = Unit("m")
+
+    def seen():
+        return metre.name, list(Unit.kinds)
+
+    if __name__ == "__main__":
+        Unit.kinds.clear()
+        with xpool.Pool(1) as pool:
+            assert pool.apply(seen) == ("m", []), pool.apply(seen)
+            Unit("s")
+            assert pool.apply(seen) == ("m", ["s"]), pool.apply(seen)
+"""
+
+
+def test_an_object_with_arguments_of_new(tmp_path):
+    """A global arrives without a call of the `__new__` of its class."""
+    run(tmp_path, UNITS)
+
+
+APART = """
+    import datetime, enum, functools, logging, re
+    import xpool
+
+    class Level(enum.Enum):
+        LOW = 1
+
+    class Own(type): ...
+    class Kind(metaclass=Own): ...
+
+    def same():
+        zone, text = datetime.timezone.utc, re.compile("a")
+        return {"of": [Level.LOW, zone, text, logging.getLogger("a"), Kind], "n": 0}
+
+    jobs, users = same(), same()
+
+    def job():
+        jobs["n"] += 1
+        return jobs["n"]
+
+    def user():
+        users["n"] += 1
+        return users["n"], users["of"][0] is jobs["of"][0]
+
+    if __name__ == "__main__":
+        with xpool.Pool(1) as pool:
+            got = [pool.apply(func) for func in (job, job, user, job)]
+            assert got == [1, 2, (1, True), 3], got
+"""
+
+
+def test_globals_with_a_common_constant(tmp_path):
+    """Two globals that refer to one member, zone, pattern, logger or class are not one group: the
+    first use of one leaves what a worker has set in the other."""
+    run(tmp_path, APART)
+
+
+FLAGS = """
+    import enum, sys
+    from absl import flags
+    import xpool
+    import lib
+
+    FLAGS = flags.FLAGS
+
+    class Kind(enum.Enum):
+        A = 1
+        B = 2
+
+    flags.DEFINE_integer("n", 3, "a number", short_name="z")
+    _M = flags.DEFINE_integer("m", 4, "a holder")
+    _K = flags.DEFINE_enum_class("kind", Kind.A, Kind, "an enumeration")
+    _L = flags.DEFINE_multi_integer("l", [1, 2], "a list")
+    flags.register_validator("n", lambda n: n < 100)
+
+    def seen():
+        try:
+            FLAGS.n = 1000
+        except flags.IllegalFlagValueError:
+            pass
+        else:
+            raise AssertionError
+        same = _K.value is FLAGS.kind and _L.value is FLAGS.l and FLAGS.z == FLAGS.n
+        about = FLAGS["m"].present, FLAGS["n"].using_default_value, _M.default
+        return FLAGS.n, _M.value, FLAGS.kind, FLAGS.l, lib.rate(), same, about
+
+    def direct():
+        return flags.FLAGS.n
+
+    if __name__ == "__main__":
+        FLAGS(sys.argv)
+        with xpool.Pool(1) as pool:
+            for n in range(3):
+                assert pool.apply(direct) == direct(), pool.apply(direct)
+                assert pool.apply(seen) == seen(), (pool.apply(seen), seen())
+                FLAGS.n, FLAGS.m, FLAGS.rate = 10 + n, 20 + n, n / 2
+                FLAGS.l.append(n)
+                FLAGS.kind = "B"
+"""
+
+
+def test_flags_of_absl(tmp_path):
+    """absl's FLAGS have the program's values and definitions, as parsed and as set since then."""
+    pytest.importorskip("absl", reason="absl is not installed")
+    lib = """
+    from absl import flags
+    flags.DEFINE_float("rate", 0.5, "of a module")
+
+    def rate():
+        return flags.FLAGS.rate
+    """
+    run(tmp_path, FLAGS, "--n=8", "--m=5", lib=lib)
+    run(tmp_path, FLAGS.replace('if __name__ == "__main__":', "if True:"), "--rate=2", lib=lib)
+
+
+KINDS = """
+    import collections, enum, typing
+    import xpool
+
+    class Point(typing.NamedTuple):
+        x: int
+        y: int = 0
+
+    class OfPoints(Point, enum.Enum):
+        A = 1, 2
+
+    class OfOldPoints(collections.namedtuple("Old", "x y"), enum.Enum):
+        A = 1, 2
+
+    class Scaled(float):
+        def __new__(cls, value, scale=2):
+            self = super().__new__(cls, value * scale)
+            self.given = value
+            return self
+
+    class OfFloats(Scaled, enum.Enum):
+        A = 1.5
+
+    class Hex(int):
+        def __new__(cls, text, base=16):
+            return super().__new__(cls, text, base)
+
+    class OfNumbers(Hex, enum.Enum):
+        A = "ff"
+
+    class Color(tuple, enum.Enum):
+        RED = (255, 0, 0)
+
+    Row = collections.namedtuple("Row", ["id", "first name", "id"], rename=True)
+    Pair = collections.namedtuple("Pair", "x y")
+    Pair._asdict = lambda self: {"only": self.x}
+    old_new = Pair.__new__
+    Pair.__new__ = lambda cls, x, y=7: old_new(cls, x, y)
+
+    def members():
+        a, f, n = OfPoints.A, OfFloats.A, OfNumbers.A
+        old = OfOldPoints.A
+        data = a.x, a.y, a.value, old.x, old.y, float(f), f.given, int(n)
+        return data, Color.RED[0], Color.RED.value
+
+    def tuples():
+        return Row(1, 2, 3), Row._fields, Pair(1), Pair(1)._asdict()
+
+    def shown(value):
+        return repr(value), value[0], list(value)
+
+    if __name__ == "__main__":
+        with xpool.Pool(1) as pool:
+            for func in members, tuples:
+                assert pool.apply(func) == func(), (pool.apply(func), func())
+            for value in OfPoints.A, Color.RED, Row(1, 2, 3), Pair(2):
+                assert pool.apply(shown, (value,)) == shown(value), pool.apply(shown, (value,))
+            assert [*map(type, pool.apply(tuples)[::2])] == [Row, Pair]
+"""
+
+
+def test_members_with_data_and_named_tuples(tmp_path):
+    """Members keep data that a `__new__` of the program has converted. Named tuples keep names that
+    were replaced (as those of `DataFrame.itertuples`), and methods that the program has set."""
+    run(tmp_path, KINDS)
+
+
+BY_SEARCH = """
+    import xpool  # imports multiprocessing, so __mp_main__ comes before numpy
+    import numpy
+    from numpy import arctan2
+
+    table = {"f": arctan2}
+
+    def same(ufunc):
+        return table["f"] is numpy.arctan2 is ufunc
+
+    if __name__ == "__main__":
+        with xpool.Pool(1) as pool:
+            print(pool.apply(arctan2, (0, 1)), pool.apply(same, (arctan2,)))
+"""
+
+
+def test_a_function_of_numpy_that_the_script_has_imported(tmp_path):
+    """A worker finds it in numpy: it has no module `__mp_main__`."""
+    pytest.importorskip("numpy", reason="numpy is not installed")
+    assert run(tmp_path, BY_SEARCH) == "0.0 True"
+
+
+REPEATED = """
+    import sys
+    import xpool
+    import installed
+
+    made = object.__new__(type("Made", (), {"__reduce__": lambda self: 1 / 0}))
+    installed.register(made)
+
+    class Odd:
+        def __init__(self, x, y): ...
+
+        def __reduce__(self):
+            return Odd, (1,)
+
+    def task(x):
+        return 1
+
+    if __name__ == "__main__":
+        with xpool.Pool(1) as pool:
+            for value in 0, Odd(1, 2):
+                try:
+                    pool.map(task, [value])
+                except Exception as error:
+                    print(type(error).__name__, *error.__notes__, sep="|")
+"""
+
+
+@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="notes are new in Python 3.11")
+def test_an_error_before_the_task(tmp_path):
+    """An error of a repeated call, or of unpickling, has a note that says so."""
+    package = tmp_path / "site-packages"
+    package.mkdir()
+    scripts.write(package / "installed.py", "    def register(obj): ...\n")
+    (tmp_path / "main.py").touch()
+    main = "    import sys\n    sys.path.append(__file__.replace('main.py', 'site-packages'))"
+    repeated, unpickled = run(tmp_path, main + REPEATED).splitlines()
+    assert repeated.startswith("NameError|Raised by the call in line 8 of the script."), repeated
+    assert "The global 'made' of __main__ was not sent" in repeated
+    called = "The function was not called: the worker raised this while it unpickled the task."
+    assert unpickled == f"TypeError|{called}"
+
+
+DEEP = """
+    import sys
+    from xpool.pickle import dumps
+
+    def walk(depth):
+        return dumps(lambda: walk) if depth == 0 else walk(depth - 1)
+
+    kinds = set()
+    for depth in range(sys.getrecursionlimit() - 150, sys.getrecursionlimit()):
+        try:
+            kinds.add(type(walk(depth)).__name__)
+        except Exception as error:
+            kinds.add(type(error).__name__)
+    print(*sorted(kinds))
+"""
+
+
+def test_a_caller_near_the_recursion_limit(tmp_path):
+    """The caller gets Python's RecursionError, and no error about the object."""
+    assert run(tmp_path, DEEP) == "RecursionError bytes"
+
+
+CLOSED = """
+    import os, sys
+    import xpool
+
+    def task(path):
+        print("to stdout", flush=True)
+        return sys.stdout is None or os.fstat(1).st_ino != os.stat(path).st_ino
+
+    if __name__ == "__main__":
+        assert sys.stdout is None
+        with open(__file__ + ".data", "w") as data:
+            assert data.fileno() == 1
+            with xpool.Pool(1) as pool:
+                assert pool.map(task, [data.name]) == [True]
+            data.write("squares")
+        with open(data.name) as data:
+            assert data.read() == "squares"
+"""
+
+
+def test_a_file_that_has_the_number_of_stdout(tmp_path):
+    """If stdout is closed when the program starts, workers do not print into a file of it."""
+    path = scripts.write(tmp_path / "main.py", CLOSED)
+    command = f"import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, {path!r}])"
+    scripts.run_ok(["-c", command])
