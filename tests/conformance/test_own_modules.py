@@ -541,29 +541,34 @@ REPEATED = """
     def task(x):
         return 1
 
+    def odd(x):
+        return Odd(1, 2)
+
     if __name__ == "__main__":
         with xpool.Pool(1) as pool:
-            for value in 0, Odd(1, 2):
+            for func, value in (task, 0), (task, Odd(1, 2)), (odd, 0):
                 try:
-                    pool.map(task, [value])
+                    pool.map(func, [value])
                 except Exception as error:
                     print(type(error).__name__, *error.__notes__, sep="|")
 """
 
 
 @pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="notes are new in Python 3.11")
-def test_an_error_before_the_task(tmp_path):
+def test_an_error_before_or_after_the_task(tmp_path):
     """An error of a repeated call, or of unpickling, has a note that says so."""
     package = tmp_path / "site-packages"
     package.mkdir()
     scripts.write(package / "installed.py", "    def register(obj): ...\n")
     (tmp_path / "main.py").touch()
     main = "    import sys\n    sys.path.append(__file__.replace('main.py', 'site-packages'))"
-    repeated, unpickled = run(tmp_path, main + REPEATED).splitlines()
+    repeated, argument, result = run(tmp_path, main + REPEATED).splitlines()
     assert repeated.startswith("NameError|Raised by the call in line 8 of the script."), repeated
     assert "The global 'made' of __main__ was not sent" in repeated
     called = "The function was not called: the worker raised this while it unpickled the task."
-    assert unpickled == f"TypeError|{called}"
+    assert argument == f"TypeError|{called}"
+    ran = "The task has run: the program raised this while it unpickled the result."
+    assert result == f"TypeError|{ran}"
 
 
 DEEP = """

@@ -19,6 +19,7 @@ from xpool._engine.ledger import WorkerEnd
 from xpool._engine.memory import EngineParts, MemoryLimits
 from xpool._engine.worker_process import WorkerProcess
 from xpool._pickling.frame import FRAMED, INLINE_BELOW, PLAIN, Leased, hold_blocks, unpack, weight
+from xpool._python.failures import note_result
 from xpool._python.interrupt import by_handler
 from xpool._wire.outbox import NO_LIMIT, entries
 from xpool._wire.wire import BODY_AGAIN, BODY_ERROR, ENTRY, OUTBOX_MIXED
@@ -74,6 +75,7 @@ class Encoded(PickledResult):
                 # A signal handler raised it, such as a time limit: the caller may ask again.
                 if by_handler(exc):
                     raise
+                note_result(exc)
                 return [Unopened(exc)]
         # Same as `entries`, but in one pass, because each result of a stream runs this.
         values: list[Any] = []
@@ -128,6 +130,7 @@ def _opened(payload: Any, load: Callable[[Any], Any] = decode) -> Any:
         # As in `Encoded.open`.
         if by_handler(exc):
             raise
+        note_result(exc)
         return Unopened(exc)
 
 

@@ -169,6 +169,13 @@ def note_loading(exc: BaseException) -> None:
     )
 
 
+def note_result(exc: BaseException) -> None:
+    """Note in ``exc`` that unpickling a result has raised it."""
+    _notes_of(exc).append(
+        "The task has run: the program raised this while it unpickled the result."
+    )
+
+
 def note_call(exc: BaseException, function: Any) -> None:
     """Note in ``exc`` that a call of the script raised it, which a worker has repeated."""
     lines = [line for *_, line in function.__code__.co_lines() if line]
