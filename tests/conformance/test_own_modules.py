@@ -618,3 +618,46 @@ def test_a_file_that_has_the_number_of_stdout(tmp_path):
     path = scripts.write(tmp_path / "main.py", CLOSED)
     command = f"import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, {path!r}])"
     scripts.run_ok(["-c", command])
+
+
+LOCKS = """
+    import sys, threading, warnings
+    import installed
+    import xpool
+
+    class Own:
+        def __init__(self):
+            self.lock = threading.Lock()
+
+    client, bar = installed.Client(), Own()
+
+    def use():
+        return client.n
+
+    def use_own():
+        return bar.lock.locked()
+
+    if __name__ == "__main__":
+        with xpool.Pool(1) as pool, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert pool.apply(use) == 1 and not told, told
+            pool.apply(use_own)
+            assert "the lock 'bar.lock'" in str(told[0].message) and len(told) == 1
+"""
+
+CLIENT = """
+    import threading
+
+    class Client:
+        def __init__(self):
+            self.n, self._lock = 1, threading.RLock()
+"""
+
+
+def test_a_lock_that_the_program_has_not_made(tmp_path):
+    """No warning tells of a lock that a library keeps in its object."""
+    package = tmp_path / "site-packages"
+    package.mkdir()
+    scripts.write(package / "installed.py", CLIENT)
+    main = "    import sys\n    sys.path.append(__file__.replace('main.py', 'site-packages'))"
+    run(tmp_path, main + LOCKS)

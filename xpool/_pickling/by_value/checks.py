@@ -7,6 +7,7 @@ import mmap
 import sys
 import threading
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -65,6 +66,9 @@ def warn_of(key: Key, value: Any, group: Group) -> None:
     # A module that is imported makes its locks in each process anyway.
     locks = [lock for lock in group.locks if type(lock) in _LOCKS]
     if locks and origin_of(key[0]) == SENT:
+        owned = _owned_by_libraries(group.objects or [])
+        locks = [lock for lock in locks if id(lock) not in owned]
+    if locks and origin_of(key[0]) == SENT:
         path = key[1].replace(f".{CACHE}", "(...)") + path_to(value, locks[0])
         _once(
             key,
@@ -84,6 +88,25 @@ def warn_of(key: Key, value: Any, group: Group) -> None:
             "share its memory, pass it to the function as an argument, or to an initializer in "
             "initargs=.",
         )
+
+
+def _owned_by_libraries(objects: list[Any]) -> set[int]:
+    """Return the ids of what objects of installed classes contain.
+
+    The program has not made these, and does not know of them.  But it may have made a `Condition`
+    or a `Queue`, unless an object of a library contains this.
+    """
+    found = set[int]()
+    for one in objects:  # the pickler comes to an object before its attributes
+        module = type(one).__module__
+        if type(one) in (list, deque):  # of the locks of threads that wait, for example
+            found.update(map(id, one) if id(one) in found else ())
+        elif id(one) in found if module in _MADE_BY_PROGRAMS else origin_of(module) == INSTALLED:
+            found.update(map(id, list(getattr(one, "__dict__", {}).values())))
+    return found
+
+
+_MADE_BY_PROGRAMS = frozenset({"threading", "queue"})
 
 
 def warn_of_refused(key: Key, value: Any, reason: str) -> None:
