@@ -661,3 +661,40 @@ def test_a_lock_that_the_program_has_not_made(tmp_path):
     scripts.write(package / "installed.py", CLIENT)
     main = "    import sys\n    sys.path.append(__file__.replace('main.py', 'site-packages'))"
     run(tmp_path, main + LOCKS)
+
+
+OF_CLASSES = """
+    import installed
+    import xpool
+
+    first, second = installed.Default(), installed.Default()
+    cache = {}
+    installed.Default.cache = cache
+    options = [cache]
+
+    def add():
+        first.items.append(1)
+        options[0]["k"] = 1
+        return len(second.items), first.items is second.items, len(cache)
+
+    if __name__ == "__main__":
+        with xpool.Pool(1) as pool:
+            print(pool.apply(add))
+"""
+
+DEFAULT = """
+    class Default:
+        default = []
+
+        def __init__(self):
+            self.items = self.default
+"""
+
+
+def test_an_object_of_an_installed_class_that_two_globals_share(tmp_path):
+    """Globals that share what an installed class has for all its objects are one group."""
+    package = tmp_path / "site-packages"
+    package.mkdir()
+    scripts.write(package / "installed.py", DEFAULT)
+    main = "    import sys\n    sys.path.append(__file__.replace('main.py', 'site-packages'))"
+    assert run(tmp_path, main + OF_CLASSES) == "(1, True, 1)"

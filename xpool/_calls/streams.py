@@ -431,7 +431,8 @@ class Stream(Job):
             iterator.arrive(place, ok, value, index, weight)
         if self._input_error is not None and answered == self._input_error[0]:
             (index, error), self._input_error = self._input_error, None
-            return self.deliver(index, False, error)
+            # Not that of a journal, which has counted this answer already.
+            return Stream.deliver(self, index, False, error)
         if answered != self._length:
             return False
         self.settled = True

@@ -308,27 +308,44 @@ class Processes(_Pooled):
     def _start(self, loader: Any, pool_class: type[Pool], made: WorkerCopy) -> Pool:
         """Start workers with the dataset, which may hold locks and open files."""
         context, size = loader._context, self.size
-        named = context is None or isinstance(context, str)
-        if (context if named else context.get_start_method()) != "fork":  # forks need no pickle
-            # The initializer imports torch, which each batch needs, before a worker is ready.
-            pool = pool_class(
-                size, begin, context=find_context(context, size),
-                name="DataLoader",
-            )  # fmt: skip
+        # How workers inherit a dataset that cannot be pickled, or would be copied.
+        heirs: Any = context
+        if context is None or context == "forkserver":
+            heirs = multiprocessing.get_context(context)
+        method = heirs if isinstance(heirs, str) else heirs.get_start_method()
+        shared = False
+        if method != "fork" or context is None:  # forks need no pickle
+            pool = self._empty(pool_class, context)
             try:
-                with refusing_shared_memory():
-                    reference: Any = pool.broadcast(made)
-                # As in torch's loader, workers keep the globals of the time when they were started.
-                reference.names = frozenset()
-                self._ref = reference
+                with refusing_shared_memory(files=method == "fork"):
+                    self._send(pool, made)
                 return pool
-            except (Exception, SharedMemory):  # an object's `__reduce__` can raise any error
+            except (Exception, SharedMemory) as error:  # an object's `__reduce__` may raise any
                 # Such a dataset can only be passed to a starting process, as in torch's loader.
+                shared = isinstance(error, SharedMemory)
                 pool.terminate()
                 pool.join()
-        if context is None or context == "forkserver":
-            context = multiprocessing.get_context(context)
-        return pool_class(size, receive, (AtStart(made),), context=context, name="DataLoader")
+        try:
+            return pool_class(size, receive, (AtStart(made),), context=heirs, name="DataLoader")
+        except Exception:
+            if not shared or method == "fork":
+                raise
+        pool = self._empty(pool_class, context)  # the standard library cannot pickle this dataset
+        self._send(pool, made)
+        return pool
+
+    def _empty(self, pool_class: type[Pool], context: Any) -> Pool:
+        """Start workers without a dataset."""
+        # The initializer imports torch, which each batch needs, before a worker is ready.
+        return pool_class(
+            self.size, begin, context=find_context(context, self.size), name="DataLoader"
+        )
+
+    def _send(self, pool: Pool, made: WorkerCopy) -> None:
+        reference: Any = pool.broadcast(made)
+        # As in torch's loader, workers keep the globals of the time when they were started.
+        reference.names = frozenset()
+        self._ref = reference
 
     def make(
         self, label: str, func: Callable[..., Any], *args: Any, shard: int | None = None

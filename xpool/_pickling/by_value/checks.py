@@ -185,16 +185,18 @@ class SharedMemory(BaseException):
     """What is pickled holds shared memory.  After an `Exception`, dill would pickle it."""
 
 
-def _refuse_shared(one: Any) -> None:
-    if arrays_among([one]) and _is_shared(one, any_file=True):
-        raise SharedMemory
-
-
 @contextlib.contextmanager
-def refusing_shared_memory() -> Iterator[None]:
-    """In this thread, raise `SharedMemory` if an array or tensor is pickled whose memory a forked
-    process would share."""
-    reducers.watches[threading.get_ident()] = _refuse_shared
+def refusing_shared_memory(files: bool) -> Iterator[None]:
+    """In this thread, raise `SharedMemory` if a tensor in shared memory is pickled.
+
+    ``files``: also if an array is pickled whose memory a forked process would share.
+    """
+
+    def refuse(one: Any) -> None:
+        if arrays_among([one]) and (files or hasattr(one, "is_shared")) and _is_shared(one, True):
+            raise SharedMemory
+
+    reducers.watches[threading.get_ident()] = refuse
     try:
         yield
     finally:

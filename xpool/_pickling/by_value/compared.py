@@ -119,16 +119,13 @@ def shared_objects(objects: list[Any]) -> tuple[list[Any], set[int]]:
         and not is_patch(one, one.__module__)
         and (is_simple(one) or origin_of(one.__module__) == INSTALLED)
     )
-    installed = {base for kind in own for base in kind.__mro__}
-    # What such a class has for all of its objects, such as `DataFrame._metadata`.
-    of_classes = (
-        value
-        for base in installed
-        if origin_of(base.__module__) == INSTALLED
-        for value in vars(base).values()
-    )
-    found = set(map(id, alive)) - set(map(id, alone)) - set(map(id, of_classes))
+    # Each frame and series of pandas refers to a list of its class, which is a constant.
+    names = (getattr(kind, "_metadata", None) for kind in own if kind.__module__ in _OF_PANDAS)
+    found = set(map(id, alive)) - set(map(id, alone)) - set(map(id, names))
     return alive, found | checks.memory_of(objects)
+
+
+_OF_PANDAS = frozenset({"pandas", "pandas.core.frame", "pandas.core.series"})
 
 
 class Compared:
