@@ -621,18 +621,3 @@ def test_a_dataset_in_shared_memory(persistent, tmp_path):
         found = torch.cat(list(loader)).tolist()
         assert found == [100 * epoch + index for index in range(4)]
     assert dataset.seen.tolist() == dataset.file.tolist() == [2] * 4
-
-
-@pytest.mark.exhaustive
-def test_shared_memory_beside_what_only_xpool_pickles(tmp_path):
-    """Such a dataset is copied; without the lambda, its tensors are shared."""
-    shared, path = torch.zeros(4).share_memory_(), tmp_path / "rows.npy"
-    np.save(path, np.arange(4.0))
-    rows = np.load(path, mmap_mode="r")
-    options = {"num_workers": 1, "multiprocessing_context": "spawn"}
-    for extra in shared, rows:
-        got = DataLoader(Each(lambda i, extra=extra: float(rows[i] + extra[0]), 4), **options)
-        assert [float(batch) for batch in got] == [0.0, 1.0, 2.0, 3.0]
-    dataset = Shared(tmp_path / "file")
-    list(DataLoader(dataset, 2, **options))
-    assert dataset.seen.tolist() == [1] * 4

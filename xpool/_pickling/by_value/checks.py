@@ -24,6 +24,7 @@ from xpool._pickling.by_value.origin import (
 )
 from xpool._pickling.diagnose import path_to
 from xpool._pickling.reducers import Group
+from xpool._python.interrupt import pass_on
 
 _TOO_LONG = 1.0
 """If the checks of one global take more seconds in total, there is a warning."""
@@ -157,7 +158,8 @@ def memory_of(objects: list[Any]) -> set[int]:
         else:
             try:
                 address = one.untyped_storage().data_ptr()
-            except Exception:  # sparse and other tensors have no storage
+            except Exception as error:  # sparse and other tensors have no storage
+                pass_on(error)
                 continue
         found.add(address | 1)
     return found - {1}
@@ -168,7 +170,8 @@ def _is_shared(one: Any, any_file: bool = False) -> bool:
     if numpy is None or not issubclass(type(one), numpy.ndarray):
         try:
             return bool(one.is_shared()) and one.device.type == "cpu"
-        except Exception:  # sparse and other tensors have no storage
+        except Exception as error:  # sparse and other tensors have no storage
+            pass_on(error)
             return False
     while issubclass(type(one), numpy.ndarray):
         if issubclass(type(one), numpy.memmap):
@@ -221,7 +224,8 @@ def is_final(key: Key) -> bool:
     """Whether the program declares a global or class attribute as ``NAME: Final = ...``."""
     try:
         kind = _annotations(owner_of(key)).get(key[1].rpartition(".")[2])
-    except Exception:  # Python 3.14 evaluates them only now, and a name may be undefined
+    except Exception as error:  # Python 3.14 evaluates them only now; a name may be undefined
+        pass_on(error)
         return False
     if not isinstance(kind, str):
         kind = str(getattr(kind, "__origin__", kind))

@@ -54,6 +54,7 @@ from xpool._pickling.reducers import (
     set_attributes,
 )
 from xpool._python.hidden import CachedFunction
+from xpool._python.interrupt import pass_on
 
 # -- functions ----------------------------------------------------------------------------
 
@@ -111,7 +112,8 @@ def _reduce_function(pickler: Context, function: FunctionType) -> Any:
     try:
         if function.__annotations__:
             state["__annotations__"] = dict(function.__annotations__)
-    except Exception:  # Python 3.14 evaluates them here, and a name is undefined
+    except Exception as error:  # Python 3.14 evaluates them here, and a name is undefined
+        pass_on(error)
         state["__annotate__"] = function.__annotate__  # type: ignore[attr-defined]
     if function.__dict__:
         state["dict"] = function.__dict__
@@ -190,7 +192,10 @@ def annotations_of(obj: Any) -> dict[str, Any]:
         return dict(vars(obj).get("__annotations__", ()))
     try:
         return dict(obj.__annotations__)
-    except Exception:
+    except Exception as error:
+        pass_on(error)
+        if sys.version_info < (3, 14):
+            raise
         library: Any = import_module("annotationlib")
         found: dict[str, Any] = library.get_annotations(obj, format=library.Format.FORWARDREF)
         return found

@@ -200,7 +200,8 @@ def stamp_of(module: Any) -> Any:
     """Return what tells whether the file of a module has changed, or None."""
     try:
         status = os.stat(module.__file__)
-    except Exception:  # no file, or an attribute that raises
+    except Exception as error:  # no file, or an attribute that raises
+        pass_on(error)
         return None
     return status.st_mtime_ns, status.st_size
 

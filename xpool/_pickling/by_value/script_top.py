@@ -28,6 +28,7 @@ from weakref import WeakKeyDictionary
 from xpool._pickling.by_value.names import found_by_name
 from xpool._pickling.by_value.origin import attributes_of, home_of, is_program, modules, name_of
 from xpool._pickling.by_value.reads import LOADS, absolute_name, functions_in, inner
+from xpool._python.interrupt import pass_on
 
 if TYPE_CHECKING:
     import ast
@@ -81,7 +82,8 @@ def top_of_main() -> Top:
     """Return the facts about ``__main__``.  They are empty where its code is not known for sure."""
     try:
         return _top_of_main()
-    except Exception:  # of strange loaders and modules; such a program has no such facts
+    except Exception as error:  # of strange loaders and modules; such a program has no such facts
+        pass_on(error)
         return Top()
 
 
@@ -96,7 +98,8 @@ def nones_of(module_name: str) -> frozenset[str]:
     try:
         code = _code_of(sys.modules[module_name])
         return frozenset() if code is None else _nones(code)
-    except Exception:  # as above, or its file is gone
+    except Exception as error:  # as above, or its file is gone
+        pass_on(error)
         return frozenset()
 
 
@@ -492,7 +495,8 @@ def _chains_of(module: ModuleType, namespace: dict[str, Any]) -> frozenset[_Chai
             if all(one in found or one[0] not in others for one in chains):
                 return frozenset(found)
         code = _code_of(module)
-    except Exception:  # the file is gone, is wrong by now, or its loader is a strange one
+    except Exception as error:  # the file is gone, is wrong by now, or its loader is a strange one
+        pass_on(error)
         return frozenset(found)
     return frozenset(found if code is None else found | _chains([code], others))
 
