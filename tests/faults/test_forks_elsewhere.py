@@ -310,7 +310,11 @@ FORKED = """
         with xpool.Pool(2, context={context!r}, on_worker_end=ends.append) as pool:
             calls = pool.apply_async(read, paths[:1]), pool.executor().submit(read, paths[1])
             for use in child, lambda *_: None:
+                # No thread asks for the interpreter during a fork of which Python does not hear:
+                # the child would hand it over, and wait for a lock that this thread held.
+                sys.setswitchinterval(100)
                 pid = {fork}()
+                sys.setswitchinterval(0.005)
                 if not pid:
                     signal.alarm(60)
                     use(pool, *calls)
