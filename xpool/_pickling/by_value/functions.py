@@ -171,8 +171,7 @@ def _is_conditional(function: FunctionType) -> bool:
     code = function.__code__
     if "." in function.__qualname__ or code.co_filename[:1] == "<":
         return False
-    import linecache  # imported here, because it imports `tokenize`, which takes a millisecond
-
+    linecache = import_module("linecache")  # late, because it imports `tokenize`: a millisecond
     line = linecache.getline(code.co_filename, code.co_firstlineno, function.__globals__)
     return line[:1] in " \t" and bool(line.strip())
 
