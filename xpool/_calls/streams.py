@@ -409,9 +409,7 @@ class Stream(Job):
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
         if self.settled:
             return False
-        iterator = self._iterator()
-        is_of_input = type(value) is Unopened and iterator is not None and not iterator.ordered
-        if is_of_input and self._answered < index:
+        if type(value) is Unopened and self._answered < index and self._is_unordered():
             self._input_error = index, value
             return False
         if type(value) in _SMALL:  # most answers of threads are small; this saves a call
@@ -425,6 +423,8 @@ class Stream(Job):
             self.progress.add(tasks)
         if self.answers is not None:
             self.answers(tasks)
+        # Held for no longer than needed: the thread that drops it last runs `gone`.
+        iterator = self._iterator()
         if iterator is not None:
             iterator.buffer.tasks_in = answered
             place = index if iterator.ordered else before
@@ -437,6 +437,10 @@ class Stream(Job):
             return False
         self.settled = True
         return True
+
+    def _is_unordered(self) -> bool:
+        iterator = self._iterator()
+        return iterator is not None and not iterator.ordered
 
     def hold_back(self, weight: int) -> None:
         """Count the memory of an answer that is not delivered yet; a negative weight ends this."""
