@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import operator
 import os
 import re
 import signal
@@ -391,6 +392,22 @@ def test_a_journal_waits_for_another_that_begins(tmp_path, monkeypatch):
     with ThreadPool(1) as pool:
         assert pool.map(work.square, [3], journal=tmp_path / "new") == [9]
     assert next(refusals, None) is None
+
+
+@pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
+def test_an_input_that_raises(pool, path, verb):
+    """The results before the error arrive, and are kept for the next run."""
+
+    def source():
+        yield from range(5)
+        raise KeyError("input")
+
+    for _ in range(2):
+        results, got = getattr(pool, verb)(operator.neg, source(), journal=path), []
+        with pytest.raises(KeyError, match="input"):
+            for one in results:
+                got.append(one)
+        assert sorted(got) == [-4, -3, -2, -1, 0]
 
 
 def test_special_names_of_sqlite_are_files(tmp_path, monkeypatch):

@@ -401,11 +401,16 @@ class Stream(Job):
         self._iterator = weakref.ref(iterator, lambda _: None if ends() else gone())
         self._answered = 0
         self._length: int | None = None
+        # The error of the input, in place of a task: of an unordered stream it comes last.
+        self._input_error: tuple[int, Any] | None = None
         # Called with the number of answered tasks, if drawing the input depends on it.
         self.answers: Callable[[int], object] | None = None
 
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
         if self.settled:
+            return False
+        if type(value) is Unopened and self._answered < index and self._is_unordered():
+            self._input_error = index, value
             return False
         if type(value) in _SMALL:  # most answers of threads are small; this saves a call
             tasks, weight = 1, BOOKKEEPING
@@ -418,15 +423,24 @@ class Stream(Job):
             self.progress.add(tasks)
         if self.answers is not None:
             self.answers(tasks)
+        # Held for no longer than needed: the thread that drops it last runs `gone`.
         iterator = self._iterator()
         if iterator is not None:
             iterator.buffer.tasks_in = answered
             place = index if iterator.ordered else before
             iterator.arrive(place, ok, value, index, weight)
+        if self._input_error is not None and answered == self._input_error[0]:
+            (index, error), self._input_error = self._input_error, None
+            # Not that of a journal, which has counted this answer already.
+            return Stream.deliver(self, index, False, error)
         if answered != self._length:
             return False
         self.settled = True
         return True
+
+    def _is_unordered(self) -> bool:
+        iterator = self._iterator()
+        return iterator is not None and not iterator.ordered
 
     def hold_back(self, weight: int) -> None:
         """Count the memory of an answer that is not delivered yet; a negative weight ends this."""
