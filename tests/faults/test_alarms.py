@@ -6,12 +6,14 @@ from __future__ import annotations
 import _thread
 import contextlib
 import functools
+import gc
 import json
 import os
 import pickle
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +23,7 @@ from support.tiers import also
 
 from xpool import P2PPool, Pool, PoolBroken, PoolClosed, TaskNotPicklable, ThreadPool
 from xpool._python import interrupt
-from xpool._python.interrupt import deliver, interruptible, pending, shielded
+from xpool._python.interrupt import deliver, interruptible, pass_on, pending, shielded
 
 pytestmark = pytest.mark.xpool_only
 
@@ -477,3 +479,30 @@ def test_a_handler_of_c_code(tmp_path, what):
     its processes by such a handler, and sets it after the import of the application."""
     done = scripts.run([scripts.write(tmp_path / "c_handler.py", C_HANDLER), what])
     assert (done.returncode, done.stderr) == (signal.SIGINT, "")
+
+
+def test_a_caught_exception_keeps_no_frame():
+    """What functions below hold is dropped when they return, without a garbage collection: the
+    iterator of an `imap`, for example, whose end is noticed by that."""
+
+    class Held:
+        pass
+
+    def catch():
+        try:
+            raise ValueError
+        except ValueError as error:
+            pass_on(error)
+
+    def hold():
+        held = Held()
+        catch()
+        return weakref.ref(held)
+
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        assert hold()() is None
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -312,10 +312,13 @@ def by_handler(exc: BaseException) -> bool:
     """Whether a signal handler raised the exception, so that it says nothing about the task."""
     handlers = map(_get_handler, _SIGNALS)
     codes = {getattr(getattr(h, "__func__", h), "__code__", None) for h in handlers}
-    for frame in _frames(exc.__traceback__):
-        if frame.f_code in _CALLING or frame.f_code in codes:
-            return True
-        # Recognize a handler that is no longer set: an argument is the frame that it interrupted.
+    frames = list(_frames(exc.__traceback__))
+    if any(frame.f_code in _CALLING or frame.f_code in codes for frame in frames):
+        return True
+    # Recognize a handler that is no longer set: an argument is the frame that it interrupted.  Not
+    # in the first frame, which has caught `exc`: before Python 3.13, a frame keeps what `f_locals`
+    # returns, so `exc` would be in a cycle with all frames that have called this one.
+    for frame in frames[1:]:
         back = frame.f_back
         for value in frame.f_locals.values():
             if back is not None and (
