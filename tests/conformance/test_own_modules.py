@@ -8,8 +8,16 @@ from support import scripts
 pytestmark = pytest.mark.xpool_only
 
 
-def run(folder: Path, main: str, *arguments: str, **modules: str) -> str:
-    """Run a program whose ``main.py`` has this text, beside these modules; return its output."""
+def run(folder: Path, main: str, *arguments: str, installed: str = "", **modules: str) -> str:
+    """Run a program whose ``main.py`` has this text, beside these modules; return its output.
+
+    ``installed``: the text of an installed module of this name.
+    """
+    if installed:
+        package = folder / "site-packages"
+        package.mkdir()
+        scripts.write(package / "installed.py", installed)
+        main = f"    import sys\n    sys.path.append({str(package)!r}){main}"
     for name, text in modules.items():
         scripts.write(folder / f"{name}.py", text)
     return scripts.run_ok([scripts.write(folder / "main.py", main), *arguments]).strip()
@@ -557,12 +565,9 @@ REPEATED = """
 @pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="notes are new in Python 3.11")
 def test_an_error_before_or_after_the_task(tmp_path):
     """An error of a repeated call, or of unpickling, has a note that says so."""
-    package = tmp_path / "site-packages"
-    package.mkdir()
-    scripts.write(package / "installed.py", "    def register(obj): ...\n")
-    (tmp_path / "main.py").touch()
-    main = "    import sys\n    sys.path.append(__file__.replace('main.py', 'site-packages'))"
-    repeated, argument, result = run(tmp_path, main + REPEATED).splitlines()
+    repeated, argument, result = run(
+        tmp_path, REPEATED, installed="    def register(obj): ...\n"
+    ).splitlines()
     assert repeated.startswith("NameError|Raised by the call in line 8 of the script."), repeated
     assert "The global 'made' of __main__ was not sent" in repeated
     called = "The function was not called: the worker raised this while it unpickled the task."
@@ -656,11 +661,7 @@ CLIENT = """
 
 def test_a_lock_that_the_program_has_not_made(tmp_path):
     """No warning tells of a lock that a library keeps in its object."""
-    package = tmp_path / "site-packages"
-    package.mkdir()
-    scripts.write(package / "installed.py", CLIENT)
-    main = "    import sys\n    sys.path.append(__file__.replace('main.py', 'site-packages'))"
-    run(tmp_path, main + LOCKS)
+    run(tmp_path, LOCKS, installed=CLIENT)
 
 
 OF_CLASSES = """
@@ -693,8 +694,4 @@ DEFAULT = """
 
 def test_an_object_of_an_installed_class_that_two_globals_share(tmp_path):
     """Globals that share what an installed class has for all its objects are one group."""
-    package = tmp_path / "site-packages"
-    package.mkdir()
-    scripts.write(package / "installed.py", DEFAULT)
-    main = "    import sys\n    sys.path.append(__file__.replace('main.py', 'site-packages'))"
-    assert run(tmp_path, main + OF_CLASSES) == "(1, True, 1)"
+    assert run(tmp_path, OF_CLASSES, installed=DEFAULT) == "(1, True, 1)"

@@ -60,7 +60,7 @@ from xpool._worker.callables import (
 from xpool._worker.protocol import Inbox, Replies
 from xpool._worker.seeds import Seeds
 from xpool._worker.stopping import listen
-from xpool._worker.worker_context import WorkerInfo, current_worker, enter
+from xpool._worker.worker_context import WorkerInfo, current_worker, enter, exit_code
 from xpool._worker.worker_relay import open_relay
 from xpool.errors import OptionError, TaskNotPicklable, TaskStopped
 from xpool.pickle import LATE, decode, encode, load_late
@@ -127,7 +127,9 @@ def run(
     except SystemExit as exc:
         # Send the answers of earlier tasks in the outbox: only the task that exits is lost.
         replies.ring()
-        code = _exit_code(exc)
+        if exc.code is not None and not isinstance(exc.code, int):
+            print(exc.code, file=sys.stderr)
+        code = exit_code(exc)
     return code
 
 
@@ -136,16 +138,6 @@ def _prepare() -> None:
     failures.prepare(keep_path=True)
     for name in LATE:
         when_imported(name, load_late)
-
-
-def _exit_code(exc: SystemExit) -> int:
-    if exc.code is None:
-        return 0
-    # As in CPython (handle_system_exit in Python/pythonrun.c); wait(2) reports 8 bits of the code.
-    if isinstance(exc.code, int):
-        return exc.code & 0xFF
-    print(exc.code, file=sys.stderr)
-    return 1
 
 
 class _Worker:

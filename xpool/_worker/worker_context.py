@@ -117,15 +117,19 @@ def current_worker() -> WorkerInfo:
     return info
 
 
+def exit_code(exc: SystemExit) -> int:
+    """Return the exit code of a process that ends by ``exc``."""
+    # As in CPython (handle_system_exit in Python/pythonrun.c); wait(2) reports 8 bits of the code.
+    return exc.code & 0xFF if isinstance(exc.code, int) else int(exc.code is not None)
+
+
 def exited(exc: SystemExit, func: Callable[..., Any]) -> WorkerDied:
     """Return the error of a task that called `sys.exit`, as if its worker had ended."""
     try:
         index = current_worker().index
     except RuntimeError:
         index = -1
-    # As that of a process: 8 bits of a number, 0 for None, 1 for a text.
-    code = exc.code & 0xFF if isinstance(exc.code, int) else int(exc.code is not None)
-    return WorkerDied(os.getpid(), code, index, getattr(func, "__qualname__", repr(func)))
+    return WorkerDied(os.getpid(), exit_code(exc), index, getattr(func, "__qualname__", repr(func)))
 
 
 def imported_by_worker() -> str | None:

@@ -307,7 +307,7 @@ class Processes(_Pooled):
 
     def _start(self, loader: Any, pool_class: type[Pool], made: WorkerCopy) -> Pool:
         """Start workers with the dataset, which may hold locks and open files."""
-        context, size = loader._context, self.size
+        context = loader._context
         # How workers inherit a dataset that cannot be pickled, or would be copied.
         heirs: Any = context
         if context is None or context == "forkserver":
@@ -326,7 +326,9 @@ class Processes(_Pooled):
                 pool.terminate()
                 pool.join()
         try:
-            return pool_class(size, receive, (AtStart(made),), context=heirs, name="DataLoader")
+            return pool_class(
+                self.size, receive, (AtStart(made),), context=heirs, name="DataLoader"
+            )
         except Exception:
             if not shared or method == "fork":
                 raise

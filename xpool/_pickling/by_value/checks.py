@@ -65,11 +65,11 @@ def took(key: Key, about: str, seconds: float) -> None:
 def warn_of(key: Key, value: Any, group: Group) -> None:
     """Warn once of locks and shared memory in a global, of which workers get their own."""
     # A module that is imported makes its locks in each process anyway.
-    locks = [lock for lock in group.locks if type(lock) in _LOCKS]
-    if locks and origin_of(key[0]) == SENT:
-        owned = _owned_by_libraries(group.objects or [])
-        locks = [lock for lock in locks if id(lock) not in owned]
-    if locks and origin_of(key[0]) == SENT:
+    sent = origin_of(key[0]) == SENT
+    locks = [lock for lock in group.locks if sent and type(lock) in _LOCKS]
+    owned = _owned_by_libraries(group.objects or []) if locks else ()
+    locks = [lock for lock in locks if id(lock) not in owned]
+    if locks:
         path = key[1].replace(f".{CACHE}", "(...)") + path_to(value, locks[0])
         _once(
             key,

@@ -459,12 +459,9 @@ def with_nested(path: str, cls: type) -> Iterator[tuple[str, type]]:
     """Yield a class and the classes that are defined in it, with their paths."""
     yield path, cls
     for name, one in list(vars(cls).items()):
-        inner = f"{path}.{name}"
-        if issubclass(type(one), type) and (one.__module__, one.__qualname__) == (
-            cls.__module__,
-            inner,
-        ):
-            yield from with_nested(inner, one)
+        inner = cls.__module__, f"{path}.{name}"
+        if issubclass(type(one), type) and (one.__module__, one.__qualname__) == inner:
+            yield from with_nested(inner[1], one)
 
 
 def parts_of(cls: type) -> tuple[list[tuple[Any, Any, Any, Any]], bool]:

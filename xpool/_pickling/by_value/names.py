@@ -49,11 +49,12 @@ _OF_EACH_PROCESS = frozenset(
 
 def is_shared_by_all(kind: type) -> bool:
     """Whether two globals may refer to the same object of this type without being a group."""
-    if kind in SHARED_BY_ALL or issubclass(kind, type):
-        return True
-    if kind.__name__ == "cython_function_or_method":
-        return True
-    return any((base.__module__, base.__name__) in _OF_EACH_PROCESS for base in kind.__mro__)
+    return (
+        kind in SHARED_BY_ALL
+        or issubclass(kind, type)
+        or kind.__name__ == "cython_function_or_method"
+        or any((base.__module__, base.__name__) in _OF_EACH_PROCESS for base in kind.__mro__)
+    )
 
 
 static_modules: set[str] = set()  # the names of the modules given to `mark_static_module`

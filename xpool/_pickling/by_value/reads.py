@@ -122,11 +122,8 @@ class Code:
             elif kind == "IMPORT_FROM":  # also for `import package.module as name`
                 part = instruction.argval if names else ""
             elif "_FAST" in kind or "_DEREF" in kind:  # of one local variable, or of two
-                of = (
-                    instruction.argval
-                    if type(instruction.argval) is tuple
-                    else [instruction.argval]
-                )
+                two = instruction.argval
+                of = two if type(two) is tuple else [two]
                 for verb, name in zip(re.findall("LOAD|STORE|DELETE", kind), of):
                     if last:
                         self.held.add(last)
@@ -312,9 +309,9 @@ def in_modules(
                     yield module, name, False
                     todo.append((below, False))  # type: ignore[arg-type]
             continue
-        names = set(inside) if held and expand else use.attributes & inside.keys()
-        if type(module) is not ModuleType and expand:  # its class may have code that uses them
-            names = set(inside)
+        # A class of its own may have code that uses them.
+        every = expand and (held or type(module) is not ModuleType)
+        names = set(inside) if every else use.attributes & inside.keys()
         names |= ({"__getattr__", "__name__"} if expand else {"__getattr__"}) & inside.keys()
         for name in names:
             of_it = f".{name}" in use.held

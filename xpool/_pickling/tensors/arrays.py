@@ -12,7 +12,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from xpool._pickling.by_value.origin import INSTALLED, origin_of
+from xpool._pickling.by_value.origin import home_of
 from xpool._pickling.frame import INLINE_BELOW
 from xpool._pickling.reducers import (
     FOR_SUBCLASSES,
@@ -49,14 +49,8 @@ def _reduce_ufunc(pickler: Context, ufunc: Any) -> Any:
 
     numpy gives `pickle` a name without a module, for which it also looks in ``__mp_main__``.
     """
-    name = ufunc.__name__
-    found = (
-        module
-        for module, one in [*sys.modules.items()]
-        if getattr(one, "__dict__", {}).get(name) is ufunc and origin_of(module) == INSTALLED
-    )
-    module = next(found, None)
-    return NotImplemented if module is None else (of_module, (module, name))
+    home = home_of(("__main__", ufunc.__name__), ufunc)
+    return NotImplemented if home is None else (of_module, home)
 
 
 def _lazy_masked() -> None:
