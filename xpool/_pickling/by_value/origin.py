@@ -17,8 +17,10 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 import os
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -467,7 +469,7 @@ def is_installed(file: str) -> bool:
     """Whether a file belongs to Python or to an installed package."""
     # A few thousand files are in a few hundred folders, and few files are links.
     real = os.path.realpath(file) if os.path.islink(file) else file
-    return _has_installed(os.path.dirname(real))
+    return _has_installed(os.path.dirname(real)) or _is_listed(file)
 
 
 @functools.cache
@@ -479,6 +481,27 @@ def _has_installed(folder: str) -> bool:
         or "dist-packages" in parts
         or (folder + os.sep).startswith(_STANDARD_LIBRARY)
     )
+
+
+def _is_listed(file: str) -> bool:
+    """Whether a file is of a package in a folder that `pip install --target` has made."""
+    places = {os.path.abspath(one) for one in sys.path if isinstance(one, str)}
+    folder, name = os.path.split(os.path.abspath(file))
+    while folder not in places and name:
+        folder, name = os.path.split(folder)
+    return name.partition(".")[0] in _listed(folder)
+
+
+@functools.cache
+def _listed(folder: str) -> frozenset[str]:
+    """Return the names of packages and modules in a folder whose `RECORD` is there, too."""
+    records = Path(folder).glob("*.dist-info/RECORD")
+    texts = (one.read_text(encoding="utf-8", errors="replace") for one in records)
+    return frozenset(name for text in texts for name in _TOP_OF_FILE.findall(text))
+
+
+_TOP_OF_FILE = re.compile(r"^(\w+)(?:[/.][^,\n]*)?\.(?:py|so|pyd),", re.MULTILINE)
+"""A line of a `RECORD` about a file in Python or C, and the name of its top module."""
 
 
 def _is_importable(name: str) -> bool:
