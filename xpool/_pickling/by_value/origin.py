@@ -14,13 +14,13 @@ done so before.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.machinery
 import os
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -495,9 +495,19 @@ def _is_listed(file: str) -> bool:
 @functools.cache
 def _listed(folder: str) -> frozenset[str]:
     """Return the names of packages and modules in a folder whose `RECORD` is there, too."""
-    records = Path(folder).glob("*.dist-info/RECORD")
-    texts = (one.read_text(encoding="utf-8", errors="replace") for one in records)
-    return frozenset(name for text in texts for name in _TOP_OF_FILE.findall(text))
+    try:
+        distributions = [one for one in os.listdir(folder) if one.endswith(".dist-info")]
+    except OSError:  # an archive, or a folder that is gone
+        return frozenset()
+    found = set[str]()
+    for one in distributions:
+        # Not `pathlib`, whose import takes 5 ms.
+        with (
+            contextlib.suppress(OSError),
+            open(os.path.join(folder, one, "RECORD"), encoding="utf-8", errors="replace") as record,
+        ):
+            found.update(_TOP_OF_FILE.findall(record.read()))
+    return frozenset(found)
 
 
 _TOP_OF_FILE = re.compile(r"^(\w+)(?:[/.][^,\n]*)?\.(?:py|so|pyd),", re.MULTILINE)
