@@ -130,7 +130,8 @@ class IMapIterator(Iterator[T]):
         self.total: int | None = None  # number of items; None: the input has no length
         self.progress: Progress | None = None
         self.returns_errors = False
-        self.cancelling: tuple[Job, Any] | None = None  # the job, and the flow control of its input
+        # The job, and the flow control of its input.
+        self.cancelling: tuple[Stream, Any] | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.label}>"
@@ -163,6 +164,7 @@ class IMapIterator(Iterator[T]):
             StopIteration: all results were returned.
             multiprocessing.TimeoutError: the result has not arrived in time.
             Exception: the error of the task or the input; a `RuntimeError` for a StopIteration.
+            RuntimeError: a finalizer has called this, and no result can arrive any more.
         """
         # Computed only before the first wait, because most results have already arrived.
         deadline: float | None = None
@@ -200,6 +202,11 @@ class IMapIterator(Iterator[T]):
                 raise
             if timeout is not None and deadline is None:
                 deadline = deadline_of(timeout)
+            if self.cancelling is not None and self.cancelling[0].has_lost_iterator():
+                raise RuntimeError(
+                    f"{self.label} has no more results: the garbage collector has found its "
+                    "iterator in a cycle that nothing refers to, and a finalizer uses the iterator"
+                )
             about_to_block()
             left = None if deadline is None else deadline - time.monotonic()
             if not self._waiters.wait(self._movable, left):
@@ -437,6 +444,10 @@ class Stream(Job):
             return False
         self.settled = True
         return True
+
+    def has_lost_iterator(self) -> bool:
+        """Whether the iterator was dropped.  A finalizer may still use it then."""
+        return self._iterator() is None
 
     def _is_unordered(self) -> bool:
         iterator = self._iterator()

@@ -138,7 +138,7 @@ class BasePool(PublicVerbs, Hooks):
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name must be a str or None, not {name!r}")
         self.name = name or f"xpool-{next(_numbers)}"
-        self._jobs = JobTable(self.name, _weakly(self))
+        self._jobs = JobTable(self.name)
         self._life = Lifecycle(self.name, self._jobs)
         self._submitter = HookSubmitter(self, self._jobs)
         try:
@@ -157,6 +157,8 @@ class BasePool(PublicVerbs, Hooks):
             # Interruptible, since hooks of a subclass may wait; the built-in pools shield theirs.
             interruptibly(self.setup_queues)
             is_set_up = True
+            if self._backend is not None:
+                self._jobs.wake = _waker(self._backend)
             interruptibly(self.repopulate_pool)
             ref = weakref.ref(self)
             thread = PromptThread(
@@ -322,6 +324,11 @@ class BasePool(PublicVerbs, Hooks):
 
     @shielded
     def _stop(self) -> bool:
+        if self._backend is not None and threading.current_thread() is self._life.thread:
+            # A finalizer calls this, and may have interrupted the engine while it holds its lock.
+            self._life.give_up("terminated")
+            self._backend.drop()
+            return False
         return self._life.stop(self.terminate_workers)
 
     def join(self, timeout: float | None = None) -> None:
@@ -331,7 +338,8 @@ class BasePool(PublicVerbs, Hooks):
             multiprocessing.TimeoutError: they have not ended after ``timeout`` seconds (None: no
                 limit).
             ValueError: the pool still runs.
-            RuntimeError: called from a callback of the pool, which would wait for itself.
+            RuntimeError: called in a thread of the pool, by a callback or a finalizer, which would
+                wait for itself.
         """
         if not self._life.join(timeout):
             raise TimeoutError(
@@ -401,14 +409,18 @@ class BasePool(PublicVerbs, Hooks):
             self.pool_inqueue_put(None)
 
 
-def _weakly(pool: BasePool) -> Callable[[], None]:
-    """Return a function that wakes the pool's engine thread, and does not hold the pool."""
-    ref = weakref.ref(pool)
+def _waker(backend: WorkerBackend) -> Callable[[], None]:
+    """Return a function that wakes the engine's thread, which holds the backend.
+
+    It works without the pool: the garbage collector clears weak references to a pool in a cycle
+    before it calls finalizers, and these may use the pool.
+    """
+    ref = weakref.ref(backend)
 
     def wake() -> None:
-        pool = ref()
-        if pool is not None and pool._backend is not None:
-            pool._backend.wake()
+        backend = ref()
+        if backend is not None:
+            backend.wake()
 
     return wake
 
@@ -430,8 +442,11 @@ def _take_turns(
             # The reference still works while another thread finalizes the pool, so check the flag.
             if pool is None or (backend is not None and backend.dropped):
                 del pool
+                life.give_up("dropped")
                 jobs.stop_input_readers()
                 try:
+                    # A finalizer of an object in a cycle with the pool may wait for an answer.
+                    life.fail_unanswered()
                     _disband(backend)
                     jobs.callbacks.stop()
                 finally:

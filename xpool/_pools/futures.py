@@ -8,6 +8,7 @@ import functools
 import itertools
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -211,6 +212,8 @@ class _Future(concurrent.futures.Future[T]):
 def _await(job: _Call, timeout: float | None) -> float | None:
     """Wait for the answer in this thread for a moment, if possible; return the time left."""
     about_to_block()
+    if sys.is_finalizing() and not job.future.done():
+        raise concurrent.futures.BrokenExecutor("can't wait for a call at interpreter shutdown")
     if not job.is_call or (pool := job._pool) is None:
         return timeout
     deadline = deadline_of(timeout)

@@ -24,12 +24,14 @@ Failure = TypeVar("Failure", bound=BaseException | PickledResult)
 class JobTable:
     """The unanswered jobs of a pool; it delivers their results, or fails them.
 
-    ``wake`` wakes the engine's thread.  It is called when a job leaves the table of a pool that
-    accepts no more: it may have been the last job.  Neither ``wake`` nor the table holds the pool.
+    The table does not hold the pool.
     """
 
-    def __init__(self, name: str, wake: Callable[[], object]) -> None:
-        self.name, self.wake = name, wake
+    def __init__(self, name: str) -> None:
+        self.name = name
+        # Wakes the engine's thread.  Called when a job leaves the table of a pool that accepts no
+        # more: it may have been the last job.
+        self.wake: Callable[[], object] = _nothing
         # Guards `accepting` and entry into `unanswered`: no job enters after the last sweep.
         self.lock = threading.Lock()
         self.accepting = False
@@ -198,10 +200,15 @@ class JobTable:
         self.lock = threading.Lock()
         self.callbacks = Callbacks(self.name)
         self.accepting = False
+        self.wake = _nothing
         jobs = list(self.unanswered.values())
         self.unanswered.clear()
         for job in jobs:
             job.abandon(_own(exc))
+
+
+def _nothing() -> None:
+    """Wake no thread."""
 
 
 def _own(exc: Failure) -> Failure:

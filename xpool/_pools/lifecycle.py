@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -76,7 +77,20 @@ class Lifecycle:
     def close(self) -> None:
         """Take no more jobs; when all are answered, the engine's thread lets the workers end."""
         self._step(PoolEvent.CLOSE)
-        self._jobs.wake()
+        if not self.runs_here():
+            self._jobs.wake()
+
+    def runs_here(self) -> bool:
+        """Whether this is the engine's thread, in a finalizer of the garbage collector.
+
+        The thread may hold the engine's lock.  It looks at the state of the pool afterwards.
+        """
+        return threading.current_thread() is self.thread
+
+    def give_up(self, how: str) -> None:
+        """Accept no more jobs; ``how`` the pool has ended, for the errors of unanswered ones."""
+        self._how_ended = self._how_ended or how
+        self._step(PoolEvent.TERMINATE)
 
     def leave_block(self) -> None:
         """Note that a ``with`` block ends the pool, for the errors of unanswered jobs."""
@@ -133,6 +147,10 @@ class Lifecycle:
             raise ValueError(f"Pool is still running: close or terminate {self.name} before join")
         if self._jobs.callbacks.runs_here():
             raise RuntimeError("join() in a callback of the same pool would wait for itself")
+        if self.runs_here():
+            raise RuntimeError("join() in a finalizer in the pool's thread would wait for itself")
+        if sys.is_finalizing():
+            return True  # the pool was terminated, and no other thread runs any more
         deadline = deadline_of(timeout)
         for job in list(self._jobs.unanswered.values()):
             # A stream whose results nobody takes would wait for room for ever.

@@ -62,8 +62,11 @@ class PromptThread(threading.Thread):
         """Start the thread.
 
         Raises:
-            RuntimeError: the system refuses a thread, or has no addresses for its first frames.
+            RuntimeError: the system refuses a thread, or has no addresses for its first frames, or
+                the interpreter ends.
         """
+        if sys.is_finalizing():  # before Python 3.12, such a thread never runs
+            raise RuntimeError("can't create new thread at interpreter shutdown")
         # glibc keeps stacks of ended threads.  So it can make a thread where no address is free,
         # and the thread ends before its first line (RLIMIT_AS): then nobody learns of it.
         if sys.platform == "linux":

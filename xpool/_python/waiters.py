@@ -50,7 +50,11 @@ class Waiters(list[Any]):
 
     @waits
     def wait(self, there: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait, at most ``timeout`` seconds, until ``there()`` is true.  Return its last value."""
+        """Wait, at most ``timeout`` seconds, until ``there()`` is true.  Return its last value.
+
+        Raises:
+            RuntimeError: the interpreter ends, and no other thread runs any more.
+        """
         deadline, left = None if timeout is None else deadline_of(timeout), LOST_SIGNAL
         while True:
             if deadline is not None:
@@ -65,6 +69,8 @@ class Waiters(list[Any]):
                     return True
                 if left <= 0:
                     return False
+                if sys.is_finalizing():
+                    raise RuntimeError("can't wait for another thread at interpreter shutdown")
                 lock.acquire(True, left)
             finally:
                 if self:  # else `wake` has removed the lock
@@ -113,8 +119,11 @@ class Flag:
         self._waiters.wake()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the flag is set, at most ``timeout`` seconds if given.  Return `is_set`."""
-        return self._waiters.wait(self.is_set, timeout)
+        """Wait until the flag is set, at most ``timeout`` seconds if given.  Return `is_set`.
+
+        When the interpreter ends, this does not wait: no other thread can set the flag.
+        """
+        return self._waiters.wait(self.is_set, 0.0 if sys.is_finalizing() else timeout)
 
 
 class TaskQueue:
