@@ -124,8 +124,7 @@ class Engine:
 
     def resume(self) -> None:
         self._resumed = True
-        if not self._reactor.closed:
-            self._reactor.nudge()
+        self._reactor.nudge()
 
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
         with self.lock:
@@ -415,4 +414,4 @@ class Engine:
     def drop(self) -> None:
         """Note that the pool is gone.  Called by the garbage collector, so it takes no lock."""
         self.dropped = True
-        self._reactor.nudge()  # open, because the pool has not ended
+        self._reactor.nudge()

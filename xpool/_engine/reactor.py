@@ -133,9 +133,11 @@ class Reactor:
             self.nudge()
 
     def nudge(self) -> None:
-        """As `wake`, without the lock; the reactor must be open."""
+        """As `wake`, without the lock: a finalizer calls it."""
+        fd = self._wake_w  # another thread may close it
         try:
-            os.write(self._wake_w, b"!")
+            if fd >= 0:
+                os.write(fd, b"!")
         except BlockingIOError:
             return  # earlier wake-ups are still unread
 
@@ -169,7 +171,9 @@ class Reactor:
             self._timers.clear()
             self._epoll.close()
             os.close(self._wake_r)
-            os.close(self._wake_w)
+            # First, since `nudge` has no lock: the closed number may soon belong to another file.
+            fd, self._wake_w = self._wake_w, -1
+            os.close(fd)
 
 
 class Alarms:

@@ -158,7 +158,7 @@ class BasePool(PublicVerbs, Hooks):
             interruptibly(self.setup_queues)
             is_set_up = True
             if self._backend is not None:
-                self._jobs.wake = _waker(self._backend)
+                self._jobs.waker = _waker(self._backend)
             interruptibly(self.repopulate_pool)
             ref = weakref.ref(self)
             thread = PromptThread(
@@ -388,6 +388,8 @@ class BasePool(PublicVerbs, Hooks):
             return  # the pool has ended, or its constructor has failed
         ended = life.finished.is_set()
         running = life.state == PoolStates.RUN or (self._jobs.unanswered and not ended)
+        if self._backend is not None and not ended:
+            self._backend.drop()
         if running and not self._may_be_dropped:
             warn(
                 f"unclosed running multiprocessing pool {self.name}: it was dropped while it ran; "
@@ -396,11 +398,7 @@ class BasePool(PublicVerbs, Hooks):
                 source=self,
                 stacklevel=2,
             )
-        if ended:
-            return  # the engine's thread has cleaned up
-        if self._backend is not None:
-            self._backend.drop()
-        else:
+        if self._backend is None and not ended:
             self.terminate_workers()
 
     def _release_workers(self) -> None:

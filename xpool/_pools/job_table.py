@@ -29,9 +29,7 @@ class JobTable:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # Wakes the engine's thread.  Called when a job leaves the table of a pool that accepts no
-        # more: it may have been the last job.
-        self.wake: Callable[[], object] = _nothing
+        self.waker: Callable[[], object] = _nothing  # set when there is an engine
         # Guards `accepting` and entry into `unanswered`: no job enters after the last sweep.
         self.lock = threading.Lock()
         self.accepting = False
@@ -59,6 +57,10 @@ class JobTable:
                 self.counts["submitted"] += tasks
                 return True
         return False
+
+    def wake(self) -> None:
+        """Wake the engine's thread."""
+        self.waker()
 
     # -- answers -----------------------------------------------------------------------------------
 
@@ -200,7 +202,7 @@ class JobTable:
         self.lock = threading.Lock()
         self.callbacks = Callbacks(self.name)
         self.accepting = False
-        self.wake = _nothing
+        self.waker = _nothing
         jobs = list(self.unanswered.values())
         self.unanswered.clear()
         for job in jobs:
