@@ -124,7 +124,8 @@ class Engine:
 
     def resume(self) -> None:
         self._resumed = True
-        self._reactor.nudge()
+        if not self._reactor.closed:
+            self._reactor.nudge()
 
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
         with self.lock:
@@ -329,7 +330,7 @@ class Engine:
         """Close the engine's own descriptors, and kill workers whose end it could not await."""
         with self.lock:
             self._replacement.end_unseen()
-            self._reactor.close()
+            self._reactor.close(self.dropped)
         self._tell_ends()
         self._recipe = self._recipe.ended()
         for worker in self.workers:

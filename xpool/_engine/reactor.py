@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from xpool._engine.jobs.waiting import TimeQueue
@@ -133,11 +133,9 @@ class Reactor:
             self.nudge()
 
     def nudge(self) -> None:
-        """As `wake`, without the lock: a finalizer calls it."""
-        fd = self._wake_w  # another thread may close it
+        """As `wake`, without the lock: another thread may only call `close` with ``dropped``."""
         try:
-            if fd >= 0:
-                os.write(fd, b"!")
+            os.write(self._wake_w, b"!")
         except BlockingIOError:
             return  # earlier wake-ups are still unread
 
@@ -164,16 +162,35 @@ class Reactor:
         if handler is not None:
             handler(fd)
 
-    def close(self) -> None:
+    def close(self, dropped: bool = False) -> None:
+        """Close all descriptors.
+
+        Args:
+            dropped: keep those of `nudge` until this object goes: a finalizer in another thread may
+                call it meanwhile, and their numbers could belong to other files.
+        """
         if not self.closed:
             self.closed = True
             # Breaks a cycle: timers refer to parts of the engine, which refer to the reactor.
             self._timers.clear()
             self._epoll.close()
-            os.close(self._wake_r)
-            # First, since `nudge` has no lock: the closed number may soon belong to another file.
-            fd, self._wake_w = self._wake_w, -1
-            os.close(fd)
+            pipe = self._wake_r, self._wake_w
+            if dropped:
+                self._kept = _Kept(pipe)
+            else:
+                for fd in pipe:
+                    os.close(fd)
+
+
+class _Kept:
+    """Descriptors that are closed when this object goes."""
+
+    def __init__(self, fds: Iterable[int]) -> None:
+        self._fds = fds
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        for fd in self._fds:
+            close(fd)
 
 
 class Alarms:

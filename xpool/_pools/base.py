@@ -521,6 +521,7 @@ def _finish(pool: BasePool, backend: WorkerBackend | None, jobs: JobTable, life:
 def _disband(backend: WorkerBackend | None) -> None:
     """End the workers of a pool that was dropped."""
     if backend is not None:
+        backend.dropped = True  # its finalizer may come later
         try:
             backend.terminate()
             while not backend.ended:
