@@ -701,34 +701,31 @@ TARGET = """
     import sys
     sys.path.append("target")
     import vendored, single, beside
-    from vendored import inner
+    from vendored import inner, mine
     from xpool import Pool
 
     def names():
-        return vendored.table, inner.table, single.table, beside.table
+        return vendored.table, inner.table, single.table, beside.table, mine.table
 
-    for one in vendored, inner, single, beside:
+    for one in vendored, inner, single, beside, mine:
         one.table.append("set")
     with Pool(1) as pool:
         print(*(one == ["set"] for one in pool.apply(names)))
 """
 
-RECORD = """\
-    vendored/__init__.py,sha256=aa,11
-    vendored/inner.py,sha256=aa,11
-    single.py,sha256=aa,11
-    ../../bin/beside,sha256=aa,11
-    some-1.0.dist-info/RECORD,,
-"""
+RECORD = "".join(
+    f"{name},sha256=aa,11\n"
+    for name in ("vendored/__init__.py", "vendored/inner.py", "single.py", "../../bin/beside")
+)
 
 
 def test_packages_that_pip_has_installed_into_a_folder(tmp_path, monkeypatch):
-    """`pip install --target` makes installed packages, and other modules in the folder are own."""
+    """`pip install --target` makes installed packages; other modules in the folder are own."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "target"
     for name in "vendored", "some-1.0.dist-info":
         (folder / name).mkdir(parents=True)
-    for name in "vendored/__init__.py", "vendored/inner.py", "single.py", "beside.py":
-        scripts.write(folder / name, "table = []")
+    for name in "vendored/__init__", "vendored/inner", "vendored/mine", "single", "beside":
+        scripts.write(folder / f"{name}.py", "table = []")
     scripts.write(folder / "some-1.0.dist-info" / "RECORD", RECORD)
-    assert run(tmp_path, TARGET) == "False False False True"
+    assert run(tmp_path, TARGET) == "False False False True True"

@@ -280,7 +280,7 @@ class SimReactor(Reactor):
         else:
             super().handle(fd)
 
-    def close(self, dropped: bool = False) -> None:
+    def close(self, awaits_nudge: bool = False) -> None:
         if not self.closed:
             self.closed = True
             left = set(self._epoll.masks) - {self._wake_r}

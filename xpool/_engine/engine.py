@@ -72,7 +72,8 @@ class Engine:
         # Held by threads that submit tasks, and by the engine's thread except while it waits.  No
         # `interruptible` function holds it: a signal handler that uses the pool would deadlock.
         self.lock = threading.Lock()  # guards all that follows, the parts included
-        self.dropped = False  # the pool is gone; set without the lock
+        # The pool is gone, and its finalizer has returned from `nudge`: set without the lock.
+        self.dropped = self._finalized = False
         self._resumed = False  # `resume` was called; set without the lock
         self._recipe, self._relay = recipe, recipe.relay
         system = system or System(Reactor(), WorkerProcess)
@@ -330,7 +331,7 @@ class Engine:
         """Close the engine's own descriptors, and kill workers whose end it could not await."""
         with self.lock:
             self._replacement.end_unseen()
-            self._reactor.close(self.dropped)
+            self._reactor.close(awaits_nudge=self.dropped and not self._finalized)
         self._tell_ends()
         self._recipe = self._recipe.ended()
         for worker in self.workers:
@@ -416,3 +417,4 @@ class Engine:
         """Note that the pool is gone.  Called by the garbage collector, so it takes no lock."""
         self.dropped = True
         self._reactor.nudge()
+        self._finalized = True

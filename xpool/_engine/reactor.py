@@ -133,7 +133,7 @@ class Reactor:
             self.nudge()
 
     def nudge(self) -> None:
-        """As `wake`, without the lock: another thread may only call `close` with ``dropped``."""
+        """As `wake`, without the lock: another thread may close this only with ``awaits_nudge``."""
         try:
             os.write(self._wake_w, b"!")
         except BlockingIOError:
@@ -162,12 +162,12 @@ class Reactor:
         if handler is not None:
             handler(fd)
 
-    def close(self, dropped: bool = False) -> None:
+    def close(self, awaits_nudge: bool = False) -> None:
         """Close all descriptors.
 
         Args:
-            dropped: keep those of `nudge` until this object goes: a finalizer in another thread may
-                call it meanwhile, and their numbers could belong to other files.
+            awaits_nudge: keep those of `nudge` until this object goes: a finalizer may call it in
+                another thread meanwhile, and their numbers could belong to other files.
         """
         if not self.closed:
             self.closed = True
@@ -175,7 +175,7 @@ class Reactor:
             self._timers.clear()
             self._epoll.close()
             pipe = self._wake_r, self._wake_w
-            if dropped:
+            if awaits_nudge:
                 self._kept = _Kept(pipe)
             else:
                 for fd in pipe:

@@ -18,7 +18,6 @@ import contextlib
 import functools
 import importlib.machinery
 import os
-import re
 import sys
 from collections.abc import Iterator
 from types import FunctionType, ModuleType
@@ -486,15 +485,18 @@ def _has_installed(folder: str) -> bool:
 def _is_listed(file: str) -> bool:
     """Whether a file is of a package in a folder that `pip install --target` has made."""
     places = {os.path.abspath(one) for one in sys.path if isinstance(one, str)}
-    folder, name = os.path.split(os.path.abspath(file))
-    while folder not in places and name:
-        folder, name = os.path.split(folder)
-    return name.partition(".")[0] in _listed(folder)
+    file = folder = os.path.abspath(file)
+    while folder not in places:
+        above = os.path.dirname(folder)
+        if above == folder:
+            return False
+        folder = above
+    return os.path.relpath(file, folder).replace(os.sep, "/") in _listed(folder)
 
 
 @functools.cache
 def _listed(folder: str) -> frozenset[str]:
-    """Return the names of packages and modules in a folder whose `RECORD` is there, too."""
+    """Return the files below a folder of which it has the `RECORD`."""
     try:
         distributions = [one for one in os.listdir(folder) if one.endswith(".dist-info")]
     except OSError:  # an archive, or a folder that is gone
@@ -506,12 +508,8 @@ def _listed(folder: str) -> frozenset[str]:
             contextlib.suppress(OSError),
             open(os.path.join(folder, one, "RECORD"), encoding="utf-8", errors="replace") as record,
         ):
-            found.update(_TOP_OF_FILE.findall(record.read()))
+            found.update(line.partition(",")[0] for line in record)
     return frozenset(found)
-
-
-_TOP_OF_FILE = re.compile(r"^(\w+)(?:[/.][^,\n]*)?\.(?:py|so|pyd),", re.MULTILINE)
-"""A line of a `RECORD` about a file in Python or C, and the name of its top module."""
 
 
 def _is_importable(name: str) -> bool:
