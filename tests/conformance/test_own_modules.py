@@ -729,3 +729,237 @@ def test_packages_that_pip_has_installed_into_a_folder(tmp_path, monkeypatch):
         scripts.write(folder / f"{name}.py", "table = []")
     scripts.write(folder / "some-1.0.dist-info" / "RECORD", RECORD)
     assert run(tmp_path, TARGET) == "False False False True True"
+
+
+LATE = """
+    import registry
+    from xpool import Pool
+
+    def task(name):
+        import late
+        return late.net(), registry.CONF is late.CONF, registry.RATES is late.RATES
+
+    if __name__ == "__main__":
+        with Pool(1) as pool:
+            for step in range(3):
+                registry.CONF.n = step
+                registry.RATES.append(step)
+                print(pool.apply(task, ("net",)), end=" ")
+"""
+
+REGISTRY = """
+    class Item:
+        def __init__(self, n):
+            self.n = n
+
+    CONF = Item(None)
+    RATES = []
+"""
+
+LATE_MODULE = """
+    from registry import CONF, RATES
+
+    def net():
+        return CONF.n, RATES
+"""
+
+
+def test_a_module_that_only_tasks_import(tmp_path):
+    """It has the objects of other modules as they are now, too: `from registry import CONF`."""
+    assert run(tmp_path, LATE, registry=REGISTRY, late=LATE_MODULE) == (
+        "((0, [0]), True, True) ((1, [0, 1]), True, True) ((2, [0, 1, 2]), True, True)"
+    )
+
+
+PATCHED = """
+    import patches
+    from items import Items
+    from xpool import Pool
+
+    def size(self):
+        return "patched"
+
+    def twice(self):
+        return "new"
+
+    for one in size, twice:
+        one.__qualname__ = f"Items.{one.__name__}"  # as fastcore's `@patch` does
+        setattr(Items, one.__name__, one)
+    del size, twice
+
+    def task():
+        one = Items()
+        return one.size(), one.twice(), one.other(), one.same(), one.usual(), one.alias()
+
+    if __name__ == "__main__":
+        patches.install()
+        with Pool(1) as pool:
+            print(pool.apply(task) == task(), *task())
+"""
+
+ITEMS = """
+    class Items:
+        def size(self):
+            return "original"
+
+        def other(self):
+            return "original"
+
+        def usual(self):
+            return "usual"
+
+        same = lambda self: "same"
+        alias = usual
+"""
+
+PATCHES = """
+    from items import Items
+
+    def other(self):
+        return "patched"
+    other.__qualname__ = "Items.other"
+
+    def install():
+        Items.other = other
+"""
+
+
+def test_a_method_that_has_the_name_of_a_class_of_another_module(tmp_path):
+    """A function that the program sets in a class arrives, also if it says that it is a method."""
+    out = run(tmp_path, PATCHED, items=ITEMS, patches=PATCHES)
+    assert out == "True patched new patched same usual usual"
+
+
+ODD = """
+    import logging
+    import threading
+    import warnings
+    import odd
+    import installed
+    from odd import parameters
+    from xpool import Pool
+
+    class Named(logging.Logger):
+        def __init__(self, name):
+            super().__init__(name)
+            self.title = "of " + name
+
+    made = Named("made")
+    made.setLevel("ERROR")
+    logging.setLoggerClass(Named)
+    known = logging.getLogger("known")
+    known.title = "changed"
+    table = {"proxy": installed.Proxy(), "lock": threading.Lock()}
+    registry = odd.Registry()
+
+    def task():
+        return (
+            (made.level, made.title, known.title, type(known).__name__),
+            (odd.ordered([3, 1, 2]), parameters.evaluate, odd.parameters.evaluate),
+            (registry.Unit().name(), sorted(table)),
+        )
+
+    if __name__ == "__main__":
+        warnings.simplefilter("ignore")  # the lock is a copy
+        with Pool(1) as pool:
+            print(pool.apply(task) == task(), *task())
+"""
+
+PROXY = """
+    class Proxy:
+        @property
+        def __dict__(self):
+            raise RuntimeError("not bound")
+
+        def __reduce__(self):
+            return Proxy, ()
+"""
+
+ODD_MODULE = """
+    import weakref
+    from functools import cmp_to_key
+    from threading import local
+
+    def compare(a, b):
+        return (a > b) - (a < b)
+
+    key = cmp_to_key(compare)
+
+    def ordered(items):
+        return sorted(items, key=key)
+
+    class Parameters(local):
+        def __init__(self, **named):
+            self.__dict__.update(named)
+
+    parameters = Parameters(evaluate=True)
+
+    class Unit:
+        def name(self):
+            return type(self).REGISTRY.title
+
+    class Registry:
+        title = "SI"
+
+        def __init__(self):
+            self.known = weakref.WeakValueDictionary(a=self)
+            self.Unit = type("Unit", (Unit,), {"REGISTRY": self, "__module__": __name__})
+"""
+
+
+def test_objects_that_pickle_refuses(tmp_path):
+    """Loggers that no manager knows, keys of comparisons, thread-local parameters, weak dicts of a
+    class, and a proxy that raises, beside a lock."""
+    assert run(tmp_path, ODD, installed=PROXY, odd=ODD_MODULE) == (
+        "True (40, 'of made', 'changed', 'Named') ([1, 2, 3], True, True) ('SI', ['lock', 'proxy'])"
+    )
+
+
+COMPILED = """
+    import compiled, config
+    from xpool import Pool
+
+    config.value = 5
+    config.settings["a"] = 6
+    compiled.scale = 7
+    compiled.Options.rate = 8
+
+    def local():
+        return compiled.compute()
+
+    if __name__ == "__main__":
+        with Pool(1) as pool:
+            print(pool.apply(compiled.compute), pool.apply(local))
+"""
+
+COMPILED_MODULE = """
+    import config
+    from config import settings
+
+    class cython_function_or_method:
+        def __init__(self, code):
+            self.__module__, self.__qualname__ = __name__, "compute"
+            self.__call = compile(code, "hidden", "eval")
+
+        def __call__(self):
+            return eval(self.__call)
+
+        def __reduce__(self):
+            return self.__qualname__
+
+    class Options:
+        rate = 1
+
+    scale = 1
+    compute = cython_function_or_method("scale, config.value, settings['a'], Options.rate")
+"""
+
+
+def test_functions_without_code(tmp_path):
+    """A function in Cython may use all globals of its module, and of modules to which this refers.
+
+    A class with the name of Cython's type takes its place, because this needs no compiler.
+    """
+    config = 'value = 1; settings = {"a": 1}'
+    out = run(tmp_path, COMPILED, compiled=COMPILED_MODULE, config=config)
+    assert out == "(7, 5, 6, 8) (7, 5, 6, 8)"

@@ -97,6 +97,7 @@ def preamble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (packages / "engine/backends.py").write_text("fast = False\n")
     (packages / "effects/__init__.py").touch()
     (packages / "effects/late.py").touch()
+    (packages / "wandb.py").write_text("from engine import setup as init\n")
     return PREAMBLE.format(folder=str(tmp_path))
 
 
@@ -287,6 +288,13 @@ field.register("a method of a value")
 Field().register("a method of what a call returns")
 engine.imwrite = setup
 engine.imwrite("a file")
+engine.init_process_group = engine.echo = setup
+engine.init_process_group("joins other processes")
+engine.echo("prints")
+engine.distributed = engine
+engine.distributed.setup("joins other processes, too")
+import wandb
+wandb.init("begins a run")
 kept = setup("assigned")
 setup(walrus := 1)
 [setup("in a list")]

@@ -66,6 +66,7 @@ class Group:
         objects: gets all objects that are written; None: they are not wanted.
         maps: whether the receiver is on this machine.  Then an array in a file is written by the
             name of the file, and the receiver maps the file, too.
+        checked: by id, classes whose definitions were found unchanged a moment ago, and these.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class Group:
         named: dict[int, tuple[Any, ...]],
         objects: list[Any] | None = None,
         maps: bool = False,
+        checked: dict[int, tuple[type, Any]] | None = None,
     ) -> None:
         self.own, self.named, self.objects, self.maps = own, named, objects, maps
+        self.checked: dict[int, tuple[type, Any]] = {} if checked is None else checked
         self.mapped: list[Any] = []  # arrays that are written by the names of their files
         self.locks: list[Any] = []  # locks that the receiver replaces by new ones
 
@@ -200,12 +203,17 @@ def register(*types: type) -> Callable[[Reducer], Reducer]:
 _finding = threading.RLock()
 
 
+CYTHON: Any = "cython_function_or_method"
+"""The key of the reducer of functions in Cython, and the name of their type."""
+
+
 def find(kind: type) -> Reducer | None:
     """Return the reducer of a type that is not in `REDUCERS` itself; None: the pickler's own."""
     with _finding:
         while True:
             # Another thread, or `load` in the last turn of this loop, may have registered it.
-            reducer = REDUCERS.get(kind)
+            # Modules in Cython share a type that no module names.
+            reducer = REDUCERS.get(CYTHON if kind.__name__ == CYTHON else kind)
             if reducer is not None:
                 return reducer
             answers = False  # whether objects answer other names, also `__setstate__`

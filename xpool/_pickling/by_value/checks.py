@@ -18,6 +18,7 @@ from xpool._pickling.by_value.origin import (
     IMPORTED,
     INSTALLED,
     SENT,
+    attributes_of,
     is_patch,
     origin_of,
     owner_of,
@@ -103,7 +104,7 @@ def _owned_by_libraries(objects: list[Any]) -> set[int]:
         if type(one) in (list, deque):  # of the locks of threads that wait, for example
             found.update(map(id, one) if id(one) in found else ())
         elif id(one) in found if module in _MADE_BY_PROGRAMS else origin_of(module) == INSTALLED:
-            found.update(map(id, list(getattr(one, "__dict__", {}).values())))
+            found.update(map(id, list(attributes_of(one).values())))
     return found
 
 

@@ -68,7 +68,13 @@ def _reduce_class(pickler: Context, cls: type) -> Any:
         return NotImplemented
     if pickler.blob is None:
         token = registry.token_of(cls)
-        definition = definition_of(cls, pickler.recurse)
+        checked = None if pickler.group is None else pickler.group.checked
+        if checked is not None and not pickler.recurse and id(cls) in checked:
+            definition = checked[id(cls)][1]
+        else:
+            definition = definition_of(cls, pickler.recurse)
+            if checked is not None and not pickler.recurse:
+                checked[id(cls)] = cls, definition
         pickler.names |= definition.names
         names = tuple(sorted(definition.names))
         return load, (token, definition.version, definition.blob, names)
@@ -384,6 +390,9 @@ def _is_of_statement(cls: type, name: str, value: Any) -> bool:
         return False
     if (value.__module__, path) == (cls.__module__, inside + name):
         return True
+    home = module_of(value.__globals__) if type(value) is FunctionType else None
+    if home == value.__module__ != cls.__module__ and origin_of(home) != INSTALLED:
+        return False  # another module of the program defines it: `size.__qualname__ = "Items.size"`
     # Others without a name, such as lambdas and named tuples, are the worker's own.
     if issubclass(type(value), type) or path.startswith(inside):
         return not (found_by_name(value) or origin_of(value.__module__) == SENT)

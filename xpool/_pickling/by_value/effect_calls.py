@@ -94,7 +94,8 @@ def _is_of_a_module(function: ast.expr) -> bool:
 _OUTSIDE = (
     "save", "write", "dump", "to_", "download", "upload", "send", "post", "put", "delete", "remove",
     "show", "run", "main", "Fire", "serve", "start", "set_start_method", "print", "log", "trace",
-    "debug", "info", "success", "warn", "error", "critical", "exception",
+    "debug", "info", "success", "warn", "error", "critical", "exception", "echo", "confirm",
+    "prompt", "display", "init_process_group", "init_distributed", "init_rpc", "barrier",
 )  # fmt: skip
 """The beginnings of names of functions that act on something outside of the process."""
 
@@ -108,10 +109,11 @@ def _writes(part: ast.AST) -> bool:
 
 
 def _acts_outside(call: ast.Call) -> bool:
-    name = _names_of(call)[-1]
+    names = _names_of(call)
+    name = names[-1]
     # ``logger.remove()`` and ``logger.remove(0)`` remove something of the package's own.
     own = all(isinstance(one, ast.Constant) and type(one.value) is int for one in call.args)
-    acts = name.startswith(_OUTSIDE) or name.endswith(_WRITING)
+    acts = name.startswith(_OUTSIDE) or name.endswith(_WRITING) or "distributed" in names[:-1]
     return acts and not (name == "remove" and own and not call.keywords)
 
 

@@ -499,16 +499,25 @@ def _lazy_locks() -> None:
         if pickler.group is None:
             return NotImplemented
         init: Any = type(obj).__init__
-        needed = required_of(init)[1:] if type(init) is FunctionType else ()
-        if not vars(obj).keys() >= {*needed}:
+        init = type(init) is FunctionType and init
+        needed = required_of(init)[1:] if init else ()
+        given = vars(obj)
+        if not given.keys() >= {*needed}:
             raise Refused(f"cannot make a {type(obj).__name__!r} without its arguments", obj)
-        return type(obj), tuple(vars(obj)[name] for name in needed)
+        made: Any = type(obj)
+        if init and init.__code__.co_flags & _VARKEYWORDS:
+            # `__init__(self, **settings)` mostly stores them under these names.
+            rest = {name: one for name, one in given.items() if name not in needed}
+            made = functools.partial(made, **rest)
+        return made, tuple(given[name] for name in needed)
 
     rlock = type(threading.RLock())
     register(type(threading.Lock()), rlock)(reduce_lock)
     register(threading.local)(reduce_local)
     FOR_SUBCLASSES[threading.local] = reduce_local
 
+
+_VARKEYWORDS = 0x08  # `inspect.CO_VARKEYWORDS`
 
 LAZY["_thread"] = _lazy_locks
 

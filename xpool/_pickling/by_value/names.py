@@ -26,7 +26,7 @@ from xpool._pickling.by_value.origin import (
     origins,
     with_origin,
 )
-from xpool._pickling.reducers import Context, Reducer
+from xpool._pickling.reducers import CYTHON, REDUCERS, Context, Reducer
 from xpool._python.interrupt import pass_on
 
 ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None), type(...)})
@@ -52,7 +52,7 @@ def is_shared_by_all(kind: type) -> bool:
     return (
         kind in SHARED_BY_ALL
         or issubclass(kind, type)
-        or kind.__name__ == "cython_function_or_method"
+        or kind.__name__ == CYTHON
         or any((base.__module__, base.__name__) in _OF_EACH_PROCESS for base in kind.__mro__)
     )
 
@@ -130,6 +130,10 @@ def by_name(reduce: Reducer) -> Reducer:
 
 name_for = by_name(lambda pickler, obj: None)
 """Return the reduction of a function or class by name, or None if this is not possible."""
+
+
+# Recorded, so that a worker gets the globals of their modules.
+REDUCERS[CYTHON] = by_name(lambda pickler, obj: NotImplemented)
 
 
 def _name_of(pickler: Context, obj: Any, module: str, path: str) -> Any:
@@ -283,6 +287,18 @@ def found_here(module_name: Any, path: str) -> Any:
     if obj is None:
         obj = module
         for part in path.split("."):
-            # A function has the methods of a class that it wraps (`functools.wraps`).
-            obj = None if type(obj) is FunctionType else getattr(obj, part, None)
+            # A function has the methods of a class that it wraps (`functools.wraps`).  A function
+            # of the program may be the method of a class of another module.
+            leads_on = type(obj) is not FunctionType and not _is_of_another(obj, module_name)
+            obj = getattr(obj, part, None) if leads_on else None
     return obj
+
+
+def _is_of_another(obj: Any, module: str) -> bool:
+    """Whether an object is a class that a module of the program has from another module."""
+    is_class = issubclass(type(obj), type) and type(obj.__module__) is str
+    return (
+        is_class
+        and canonical(obj.__module__) != canonical(module)
+        and origin_of(module) != INSTALLED
+    )

@@ -262,7 +262,8 @@ def attributes_of(value: Any) -> dict[str, Any]:
     # A lazy module is not loaded by this, and a class may override attribute access.
     try:
         found = object.__getattribute__(value, "__dict__")
-    except AttributeError:
+    except Exception as error:  # no attributes, or a class that computes `__dict__`
+        pass_on(error)
         return {}
     return found if type(found) is dict else {}
 
@@ -447,12 +448,16 @@ _PACKAGES = frozenset({"xpool", "numpy", "torch"})
 """Packages that are not the program's, also if they run from their source."""
 
 
+_OF_CYTHON = ("_cython_", "_cyutility", "cython_runtime")
+"""Beginnings of names of modules without a file that modules in Cython make."""
+
+
 def is_program(name: Any) -> bool:
     """Whether a module belongs to the program, and not to Python, xpool or an installed package."""
     if not isinstance(name, str) or name in MAIN_NAMES:
         return True
     top = name.partition(".")[0]
-    if top in _PACKAGES or name in sys.builtin_module_names:
+    if top in _PACKAGES or name in sys.builtin_module_names or top.startswith(_OF_CYTHON):
         return False
     while name:
         file = _file_of(sys.modules.get(name))

@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 
 from xpool._pickling import Key
 from xpool._pickling.by_value.origin import (
+    IMPORTED,
     INSTALLED,
     adopt,
     attributes_of,
@@ -39,6 +40,7 @@ from xpool._pickling.by_value.origin import (
     origin_of,
     program_modules,
 )
+from xpool._pickling.reducers import CYTHON
 from xpool._python.hidden import CachedFunction
 
 # The opcodes of all versions from 3.10 on (Lib/opcode.py); LOAD_FROM_DICT_OR_GLOBALS is since 3.12.
@@ -321,11 +323,34 @@ def in_modules(
                 todo.append((value, of_it))  # type: ignore[arg-type]
 
 
-def reads(obj: Any) -> set[Key]:
+def of_compiled(module: str) -> set[Key]:
+    """Return the globals that the functions of a module in Cython may use: they have no code that
+    tells.  These are the globals of the module, and of the program's modules that it refers to."""
+    values = namespace(module)
+    if module not in _in_cython:
+        _in_cython[module] = origin_of(module) == IMPORTED and any(
+            type(one).__name__ == CYTHON and one.__module__ == module
+            for one in list(values.values())
+        )
+    if not _in_cython[module]:
+        return set()
+    named = map(name_of, list(values.values()))
+    found = {module, *(one for one in named if one is not None and origin_of(one) != INSTALLED)}
+    return {(one, name) for one in found for name in namespace(one) if not name.startswith("__")}
+
+
+_in_cython: dict[str, bool] = {}
+
+
+def reads(obj: Any, known: dict[int, tuple[Any, set[Key]]]) -> set[Key]:
     """Return the globals that a function or class of the program uses, with its parts.
 
     Its parts are the function inside a decorator, methods and defaults.  Globals that are used only
     by other globals are not included.
+
+    Args:
+        obj: the function or class.
+        known: by id, functions and what they use (`keys_of`): classes share those of their bases.
     """
     found, seen, todo = set[Key](), set[int](), [obj]
     while todo:
@@ -334,7 +359,9 @@ def reads(obj: Any) -> set[Key]:
             continue
         seen.add(id(one))
         if issubclass(type(one), FunctionType):
-            found |= keys_of(one)
+            if id(one) not in known:
+                known[id(one)] = one, keys_of(one)
+            found |= known[id(one)][1]
         elif issubclass(type(one), ModuleType) and origin_of(one.__name__) != INSTALLED:
             found.update((canonical(one.__name__), name) for name in vars(one))
         todo.extend(_inside(one))

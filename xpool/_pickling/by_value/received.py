@@ -47,7 +47,7 @@ from xpool._pickling.by_value.entries import (
     Entry,
     write_values,
 )
-from xpool._pickling.by_value.names import original_of, originals, received
+from xpool._pickling.by_value.names import ATOMS, original_of, originals, received
 from xpool._pickling.by_value.origin import (
     CODE,
     IMPORTED,
@@ -59,6 +59,8 @@ from xpool._pickling.by_value.origin import (
     find_module,
     key_of_alias,
     loose,
+    modules,
+    name_of,
     namespace,
     origin_of,
     owner_of,
@@ -98,6 +100,7 @@ class _Incoming:
         self.was: dict[Key, str] = {}
         self.waiting: dict[Key, Any] = {}  # attributes of installed modules to set at their import
         self.imported: set[str] = set()
+        self.used: set[str] = set()  # the program's own modules that it has imported, too
         # The reasons why values were not sent.  Some of these globals are None here.
         self.missing: dict[Key, str] = {}
 
@@ -250,11 +253,13 @@ def _take(
             for key in keys:  # the code of a class may use its attributes when it is loaded
                 if "." in key[1] and not _has(key):
                     _set(key, None)
-            pairs = zip(keys, _load(kind, keys, data), strict=True)
+            before = {key: value_of(key) for key in keys if "." not in key[1] and key not in new}
+            pairs = [*zip(keys, _load(kind, keys, data), strict=True)]
             # A function comes before the results that it keeps.
             for key, value in sorted(pairs, key=lambda one: one[0][1].endswith(CACHE)):
                 if key not in kept:
                     _set(key, value)
+            _set_in_late_modules(before, kept)
     elif kind == REMOVED:
         _take_back(keys[0], to_import=data)
     elif not main.is_forked():  # a fork has the program's value, which cannot be pickled
@@ -267,6 +272,25 @@ def _take(
         elif key not in kept and "." not in key[1] and _has(key):
             _incoming.lent[key] = serial, value_of(key)
     return kept
+
+
+def _set_in_late_modules(before: dict[Key, Any], kept: set[Key]) -> None:
+    """Replace objects also in modules that only this worker has imported.
+
+    A module that a task imports may have them by `from config import RATES`.
+    """
+    replaced = {
+        id(value): (value, value_of(key))
+        for key, value in before.items()
+        if key not in kept and value is not MISSING and type(value) not in ATOMS
+    }
+    if not replaced:
+        return
+    for name, module in modules():
+        if name not in _incoming.used and origin_of(name) == IMPORTED and name_of(module) == name:
+            for attribute, value in list(vars(module).items()):
+                if id(value) in replaced:
+                    vars(module)[attribute] = replaced[id(value)][1]
 
 
 def _load(kind: int, keys: tuple[Key, ...], data: Any) -> list[Any]:
@@ -485,6 +509,7 @@ def _import_modules(entries: list[Entry]) -> None:
         if name not in _incoming.imported:
             _import(name)
             _incoming.imported.add(name)
+    _incoming.used.update(one for one, _ in _all_of(USED, entries))
     used = {one: stamp for one, stamp in _all_of(USED, entries) if one not in sys.modules}
     data = _data_of_imported() if used else []
     for name in used:

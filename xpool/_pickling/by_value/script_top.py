@@ -321,7 +321,25 @@ def _is_installed(root: str, value: Any) -> bool:
     if type(name) is not str:
         return False
     top = name.partition(".")[0]
-    return top != "xpool" and top not in sys.stdlib_module_names and not is_program(name)
+    named = top in _TRACKERS or top == "xpool" or top in sys.stdlib_module_names
+    return not named and not is_program(name)
+
+
+_TRACKERS = frozenset(
+    {
+        "aim",
+        "clearml",
+        "comet_ml",
+        "horovod",
+        "mlflow",
+        "mpi4py",
+        "neptune",
+        "ray",
+        "swanlab",
+        "wandb",
+    }
+)
+"""Packages whose calls begin a run on a server, or join other processes (`wandb.init()`)."""
 
 
 # -- names that begin as None ----------------------------------------------------------------------

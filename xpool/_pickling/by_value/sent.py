@@ -102,7 +102,7 @@ from xpool._pickling.by_value.origin import (
     value_of,
     with_origin,
 )
-from xpool._pickling.by_value.reads import is_open, of_annotations, reads
+from xpool._pickling.by_value.reads import is_open, of_annotations, of_compiled, reads
 from xpool._pickling.by_value.registered_calls import CALLS, registered
 from xpool._pickling.frame import INLINE_BELOW, PREPARE, Layout, preparation
 from xpool._pickling.pickler import write_global, write_group
@@ -159,6 +159,8 @@ class Book:
         # By id: the objects without state that are globals of modules which workers import.
         self._named: dict[int, tuple[Any, ...]] = {}
         self._maps = False  # whether all receivers are on this machine
+        # In one search: the argument of `Group`, and that of `reads`.
+        self._checked, self._known = dict[int, Any](), dict[int, Any]()
         self._made: set[tuple[Key, ...]] = set()  # the large groups that are as they are now
         self._used: dict[frozenset[Key], set[Key]] = {}  # what globals use
         self._own: tuple[set[str], list[Any]] = set(), []  # modules for workers to import
@@ -167,6 +169,7 @@ class Book:
     def forget(self) -> None:
         """Let all objects of the program go."""
         self._nodes, self._noted, self._compared = {}, None, None
+        self._checked, self._known = {}, {}
         self.told, self._named = frozenset(), {}
         self._states, self._fresh = {}, {}
 
@@ -263,15 +266,15 @@ class Book:
         """Return these globals, the globals that they use, and the others in the groups of both."""
         used = self._used.get(names)
         if used is None:
-            used, todo = set(), set(names)
-            while todo:
-                key = todo.pop()
-                used.add(key)
+            used, todo, groups = set(names), [*names], set[int]()
+            for key in todo:
                 node = self._nodes.get(key, _NEW)
-                todo |= node.names
-                todo.update(() if node.group is None else node.group.keys)
-                todo.add((key[0], key[1].partition(".")[0]))  # an attribute's class
-                todo -= used
+                found = {*node.names, (key[0], key[1].partition(".")[0])}  # an attribute's class
+                if node.group is not None and id(node.group) not in groups:
+                    groups.add(id(node.group))
+                    found.update(node.group.keys)
+                todo += found - used
+                used |= found
             self._used[names] = used
         return used
 
@@ -375,6 +378,7 @@ class Book:
     def _find(self, layout: Layout, wanted: frozenset[Key]) -> None:
         """Find all nodes again, from these globals on: a changed global may use other ones."""
         self._maps = layout.publisher is not None
+        self._checked, self._known = {}, {}
         nodes, todo = dict[Key, Node](), set(wanted)
         shared, named = globals_of_modules(SHARED_BY_ALL)
         self._named = {**named}
@@ -386,9 +390,12 @@ class Book:
         while todo:
             key = todo.pop()
             node = nodes[key] = self._look(key)
+            node.names |= of_compiled(key[0])
+            # Not `names - nodes.keys()`, which visits all nodes.
             for one in node.objects & shared.keys():
-                todo.update(set(shared[one]) - nodes.keys())
-            todo |= node.names - nodes.keys()
+                todo.update(other for other in shared[one] if other not in nodes)
+            todo.update(other for other in node.names if other not in nodes)
+        self._checked, self._known = {}, {}
         # A worker may have objects that use these globals, even if the task's function does not.
         before = self._nodes
         some = {key for key, node in nodes.items() if before.get(key, node).serial != node.serial}
@@ -443,7 +450,7 @@ class Book:
                 send_from_now(module)
                 origin = SENT
             if own and origin == IMPORTED and not is_patch(value, module):
-                node = Node(compared.NAMED, value, reads(value))
+                node = Node(compared.NAMED, value, reads(value, self._known))
                 node.parts = compared.parts_of(value)
                 if is_class:
                     if old.kind == compared.NAMED and old.id == node.id:
@@ -482,7 +489,7 @@ class Book:
         return node
 
     def _function(self, key: Key, function: FunctionType) -> Node:
-        node = Node(compared.FUNCTION, function, reads(function))
+        node = Node(compared.FUNCTION, function, reads(function, self._known))
         node.parts = parts_of_function(function)
         annotations = annotations_of(function)
         written = b""
@@ -535,7 +542,7 @@ class Book:
             node.written = write_group(reducers.InModule(home), Group({}, {}), True)
             return node
         node = Node(compared.DATA, value)
-        group = Group({id(value): key}, self._named, [], self._maps)
+        group = Group({id(value): key}, self._named, [], self._maps, self._checked)
         assert group.objects is not None
         node.written, node.error = attempt(write_group, value, group, True)
         if node.written is None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import gc
 import io
 import itertools
 import os
@@ -223,10 +225,17 @@ _before: dict[str, Any] = {}  # by token: what makes a variable have no value ag
 def _lazy_logging() -> None:
     import logging
 
+    usual = {*vars(logging.getLogger()), "_cache"}
+
     def reduce(pickler: Context, logger: Any) -> Any:
-        """Pickle a logger of a class of its own with this class, of which a worker has none."""
+        """Pickle a logger of a class of its own with this class, and with its own attributes."""
         kind = type(logger)
-        return NotImplemented if kind.__module__ == "logging" else (own_logger, (kind, logger.name))
+        if kind.__module__ == "logging":
+            return NotImplemented
+        if logging.getLogger(logger.name) is not logger:  # made by a call of the class
+            return NEW, (kind,), {**vars(logger), "_cache": {}}, None, None, set_logger
+        own = {name: value for name, value in vars(logger).items() if name not in usual}
+        return own_logger, (kind, logger.name), own, None, None, set_logger
 
     FOR_SUBCLASSES[logging.Logger] = reduce
 
@@ -240,20 +249,34 @@ def own_logger(kind: Any, name: str) -> Any:
     return logger
 
 
+def set_logger(logger: Any, attributes: dict[str, Any]) -> None:
+    vars(logger).update(attributes)
+
+
 LAZY["logging"] = _lazy_logging
 
 
-# Weak references in globals; others are left to dill.
+_COMPARISON = functools.cmp_to_key(lambda one, other: 0)
+
+
+@register(type(_COMPARISON))
+def _reduce_comparison(pickler: Context, key: Any) -> Any:
+    """Pickle what `functools.cmp_to_key` returns; it does not show its function otherwise."""
+    functions = [one for one in gc.get_referents(key) if one is not type(key)]
+    return (functools.cmp_to_key, (functions[0],)) if len(functions) == 1 else NotImplemented
+
+
+# Weak references in globals and definitions; others are left to dill.
 
 
 @register(weakref.ref)
 def _reduce_reference(pickler: Context, reference: Any) -> Any:
-    return NotImplemented if pickler.group is None else (weak_reference, (reference(),))
+    return NotImplemented if is_message(pickler) else (weak_reference, (reference(),))
 
 
 @register(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 def _reduce_weak(pickler: Context, obj: Any) -> Any:
-    if pickler.group is None:
+    if is_message(pickler):
         return NotImplemented
     items = [*(obj if type(obj) is weakref.WeakSet else obj.items())]
     return type(obj), (), items, None, None, _fill_weak
