@@ -963,3 +963,59 @@ def test_functions_without_code(tmp_path):
     config = 'value = 1; settings = {"a": 1}'
     out = run(tmp_path, COMPILED, compiled=COMPILED_MODULE, config=config)
     assert out == "(7, 5, 6, 8) (7, 5, 6, 8)"
+
+
+CLI = """
+    from app import config
+    from app.core import work
+    from xpool import Pool
+
+    def local(x):
+        return x * config.rate, config.table, work(x)
+
+    def main():
+        config.rate = 10
+        config.table.append("set")
+        with Pool(1) as pool:
+            print(pool.apply(work, (2,)), pool.apply(local, (2,)))
+
+    if __name__ == "__main__":
+        main()
+"""
+
+CORE = """
+    from app.config import table
+    from app import config
+
+    def work(x):
+        return x * config.rate, table
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "url"),
+    [
+        ("script", "file:///src/app"),
+        ("module", "file:///src/app"),
+        ("script", "file:///dist/app-1.whl"),
+        ("script", None),
+    ],
+)
+def test_a_program_that_was_installed(tmp_path, monkeypatch, start, url):
+    """After `pip install .`, the package whose script or module was started is the program."""
+    packages = tmp_path / "site-packages"
+    (packages / "app").mkdir(parents=True)
+    (packages / "app-1.dist-info").mkdir()
+    config = "rate = 1; table = []"
+    for name, text in {"__init__": "", "config": config, "cli": CLI, "core": CORE}.items():
+        scripts.write(packages / "app" / f"{name}.py", text)
+    scripts.write(packages / "app-1.dist-info" / "RECORD", "app/__init__.py,,\n")
+    if url is not None:
+        about = f'{{"dir_info": {{}}, "url": "{url}"}}'
+        scripts.write(packages / "app-1.dist-info" / "direct_url.json", about)
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    stub = scripts.write(tmp_path / "app", "from app.cli import main\nmain()\n")
+    out = scripts.run_ok([stub] if start == "script" else ["-m", "app.cli"])
+    seen = "(20, ['set']) (20, ['set'], (20, ['set']))"
+    # From an index, it is an installed package, whose data is that of its import.
+    assert out.strip() == (seen if url else "(2, []) (2, [], (2, []))")

@@ -14,7 +14,6 @@ done so before.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.machinery
 import os
@@ -448,6 +447,55 @@ _PACKAGES = frozenset({"xpool", "numpy", "torch"})
 """Packages that are not the program's, also if they run from their source."""
 
 
+own_packages: set[str] = set()
+"""Installed packages that are the program: see `_look_at_main`.  In a worker, its parent's."""
+
+_main = 0, 0  # the id of the main module that was looked at, and its number of globals then
+
+
+def _look_at_main(main: Any) -> None:
+    """Find the package from which the program was started, if it was installed from a local file.
+
+    This is that of `python -m package`, or of the function that a console script imports.
+    """
+    global _main
+    values = attributes_of(main)
+    _main = id(main), len(values)  # the import statement of a console script may not have ended
+    spec, file = values.get("__spec__"), _file_of(main)
+    names: list[Any] = [getattr(spec, "name", None)]
+    if spec is None and file is not None and not file.endswith(".py"):
+        # The module has the script's function under the same name, which may be a click command.
+        own = [(name, one) for name, one in list(values.items()) if name_of(one) is None]
+        own = [(name, one) for name, one in own if not name.startswith("__")]
+        names = [
+            module
+            for module, there in modules()
+            if any(attributes_of(there).get(name, own) is one for name, one in own)
+        ]
+    tops = {name.partition(".")[0] for name in names if isinstance(name, str)} - MAIN_NAMES
+    if found := {top for top in tops - own_packages if _is_installed_from_file(top)}:
+        own_packages.update(found)
+        with_origin.clear()
+
+
+def _is_installed_from_file(top: str) -> bool:
+    """Whether pip has installed a package from a folder or a file, and not from an index."""
+    file = _file_of(sys.modules.get(top))
+    if file is None or not is_installed(file):
+        return False
+    folder, name = os.path.split(os.path.abspath(file))
+    if name.startswith("__init__."):
+        folder, name = os.path.dirname(folder), f"{os.path.basename(folder)}/{name}"
+    for one in os.listdir(folder):
+        url = os.path.join(folder, one, "direct_url.json")
+        if one.endswith(".dist-info") and os.path.exists(url):
+            with open(url, encoding="utf-8") as text:
+                local = '"file:' in text.read()
+            if local and name in _recorded(os.path.dirname(url)):
+                return True
+    return False
+
+
 _OF_CYTHON = ("_cython_", "_cyutility", "cython_runtime")
 """Beginnings of names of modules without a file that modules in Cython make."""
 
@@ -459,6 +507,11 @@ def is_program(name: Any) -> bool:
     top = name.partition(".")[0]
     if top in _PACKAGES or name in sys.builtin_module_names or top.startswith(_OF_CYTHON):
         return False
+    main = sys.modules.get("__main__")
+    if _main != (id(main), len(attributes_of(main))):
+        _look_at_main(main)
+    if top in own_packages:
+        return True
     while name:
         file = _file_of(sys.modules.get(name))
         if file is not None:
@@ -506,15 +559,19 @@ def _listed(folder: str) -> frozenset[str]:
         distributions = [one for one in os.listdir(folder) if one.endswith(".dist-info")]
     except OSError:  # an archive, or a folder that is gone
         return frozenset()
-    found = set[str]()
-    for one in distributions:
+    return frozenset().union(*(_recorded(os.path.join(folder, one)) for one in distributions))
+
+
+def _recorded(distribution: str) -> set[str]:
+    """Return the files of a distribution, by its ``dist-info`` folder."""
+    try:
         # Not `pathlib`, whose import takes 5 ms.
-        with (
-            contextlib.suppress(OSError),
-            open(os.path.join(folder, one, "RECORD"), encoding="utf-8", errors="replace") as record,
-        ):
-            found.update(line.partition(",")[0] for line in record)
-    return frozenset(found)
+        with open(
+            os.path.join(distribution, "RECORD"), encoding="utf-8", errors="replace"
+        ) as lines:
+            return {line.partition(",")[0] for line in lines}
+    except OSError:
+        return set()
 
 
 def _is_importable(name: str) -> bool:

@@ -57,16 +57,19 @@ from xpool._pickling.by_value.origin import (
     SENT,
     Parts,
     find_module,
+    is_program,
     key_of_alias,
     loose,
     modules,
     name_of,
     namespace,
     origin_of,
+    own_packages,
     owner_of,
     place_of,
     stamp_of,
     value_of,
+    with_origin,
 )
 from xpool._pickling.by_value.reads import classes_of
 from xpool._pickling.by_value.registered_calls import (
@@ -509,7 +512,11 @@ def _import_modules(entries: list[Entry]) -> None:
         if name not in _incoming.imported:
             _import(name)
             _incoming.imported.add(name)
-    _incoming.used.update(one for one, _ in _all_of(USED, entries))
+    new = {one for one, _ in _all_of(USED, entries)} - _incoming.used
+    _incoming.used |= new
+    if not all(map(is_program, new)):
+        own_packages.update(one.partition(".")[0] for one in new)
+        with_origin.clear()
     used = {one: stamp for one, stamp in _all_of(USED, entries) if one not in sys.modules}
     data = _data_of_imported() if used else []
     for name in used:
