@@ -31,6 +31,7 @@ from xpool._pools.engine_submitter import find_arena as find_arena
 from xpool._pools.pool_options import PoolOptions
 from xpool._python import failures
 from xpool._python.import_hooks import search_path
+from xpool._python.starting import is_frozen
 
 
 class WorkerSpec(NamedTuple):
@@ -102,7 +103,8 @@ class WorkerConfig:
             "cpus": (spec.cpus[index] if spec.cpus else ()) or _own_cpus(),
             "cwd": _folder(),
             "pid": os.getpid(),
-            "path": search_path(sys.path),
+            # Workers of a frozen program may be another Python, with a path of its own.
+            "path": None if is_frozen() else search_path(sys.path),
             "argv": main.argv,
             "settings": settings.at_start(),
             "package": main.package,

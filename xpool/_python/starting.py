@@ -157,7 +157,7 @@ def refuse_green_threads() -> None:
 
 # Garbage collection is off during the imports: it would take milliseconds and find nothing.
 _ORDER = (
-    "import gc, sys; gc.disable(); sys.path[:] = {path!a}; "
+    "import gc, sys; gc.disable(); sys.path[{keep}:] = {path!a}; "
     "from xpool._worker.server import main; "
     "os._exit(main({fd}, {imports}, {nice}))"
 )
@@ -179,6 +179,11 @@ _LETTERS = {
     "no_site": "S", "no_user_site": "s", "optimize": "O", "safe_path": "P",
 }  # fmt: skip
 """Options that change what code does, by their names in `sys.flags`."""
+
+
+def is_frozen() -> bool:
+    """Whether PyInstaller, cx_Freeze or the like has made this program."""
+    return bool(getattr(sys, "frozen", False))
 
 
 class ServerProcess:
@@ -242,7 +247,7 @@ def interpreter(*, freeze_support: bool = False) -> str:
             "sys.executable is empty, so no Python is known that could run the workers; name one "
             "of this version by multiprocessing.set_executable()"
         )
-    frozen = getattr(sys, "frozen", False)
+    frozen = is_frozen()
     if frozen and freeze_support:
         _refuse_copy()
     # `orig_argv` is empty if a program has the interpreter as a library.
@@ -289,7 +294,12 @@ def start_server(fd: int, *imports: Sequence[str]) -> ServerProcess:
         used = {0, 1, 2, fd, file}
         its_fd, its_file, spare = [n for n in range(3, 11) if n not in used][:3]
         order = _ORDER.format(
-            path=search_path(sys.path), fd=its_fd, imports=lists, nice=_niceness()
+            # On the path of a frozen program, another Python does not find installed packages.
+            keep="len(sys.path)" if is_frozen() else "",
+            path=search_path(sys.path),
+            fd=its_fd,
+            imports=lists,
+            nice=_niceness(),
         )
         os.write(file, order.encode())
         os.lseek(file, 0, os.SEEK_SET)
@@ -318,6 +328,8 @@ def start_server(fd: int, *imports: Sequence[str]) -> ServerProcess:
 
 def _options() -> list[str]:
     """Return the options of this interpreter that change what code does."""
+    if is_frozen():  # those of the frozen program leave out all installed packages
+        return []
     given = {letter: getattr(sys.flags, name, 0) for name, letter in _LETTERS.items()}
     options = [f"-{letter * times}" for letter, times in given.items() if times]
     options += [f"-X{k}" if v is True else f"-X{k}={v}" for k, v in sys._xoptions.items()]

@@ -178,7 +178,8 @@ def _bind(config: dict[str, Any], known: Mapping[str, str] | None) -> None:
         except OSError as exc:
             print(f"xpool: worker cannot run on cores {config['cpus']}: {exc}", file=sys.stderr)
     _enter_folder(config["cwd"], config["pid"])
-    sys.path[:] = config["path"]
+    if config["path"] is not None:
+        sys.path[:] = config["path"]
     sys.argv[:] = config["argv"]
 
 
