@@ -653,9 +653,19 @@ LOCKS = """
 CLIENT = """
     import threading
 
+    class Cache:
+        __slots__ = "mutex", "n"
+
+        def __init__(self):
+            self.n, self.mutex = 1, threading.Lock()
+
     class Client:
         def __init__(self):
-            self.n, self._lock = 1, threading.RLock()
+            self.cache, self._lock = Cache(), threading.RLock()
+
+        @property
+        def n(self):
+            return self.cache.n
 """
 
 

@@ -23,6 +23,7 @@ from xpool._pickling.by_value.origin import (
     origin_of,
     owner_of,
 )
+from xpool._pickling.by_value.own_objects import slots_of
 from xpool._pickling.diagnose import path_to
 from xpool._pickling.reducers import Group
 from xpool._python.interrupt import pass_on
@@ -105,6 +106,7 @@ def _owned_by_libraries(objects: list[Any]) -> set[int]:
             found.update(map(id, one) if id(one) in found else ())
         elif id(one) in found if module in _MADE_BY_PROGRAMS else origin_of(module) == INSTALLED:
             found.update(map(id, list(attributes_of(one).values())))
+            found.update(id(getattr(one, name, None)) for name in slots_of(type(one)))
     return found
 
 

@@ -81,7 +81,8 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
     return *made, _state_of(obj), None, None, set_state
 
 
-def _slots(kind: type) -> list[str]:
+def slots_of(kind: type) -> list[str]:
+    """Return the names of the attributes for which a class and its bases have ``__slots__``."""
     made = (vars(base) for base in kind.__mro__ if "__slots__" in vars(base))
     members = (one for names in made for one in names.items())
     return [name for name, member in members if type(member) is MemberDescriptorType]
@@ -106,7 +107,7 @@ def _reduced(obj: Any) -> Any:
 def _state_of(obj: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return an object's attributes, and its slots."""
     attributes, slots = {}, {}
-    for name in "__dict__", *_slots(type(obj)):
+    for name in "__dict__", *slots_of(type(obj)):
         with contextlib.suppress(AttributeError):
             value = object.__getattribute__(obj, name)
             if name == "__dict__":
