@@ -1029,3 +1029,47 @@ def test_a_program_that_was_installed(tmp_path, monkeypatch, start, url):
     seen = "(20, ['set']) (20, ['set'], (20, ['set']))"
     # From an index, it is an installed package, whose data is that of its import.
     assert out.strip() == (seen if url else "(2, []) (2, [], (2, []))")
+
+
+POLICY = """
+    import torch
+    from xpool import Pool
+
+    class Policy:
+        def __init__(self):
+            self.net, self.last = torch.nn.Linear(2, 2), None
+
+        def act(self, x):
+            self.last = self.net(x)
+            return self.last.argmax()
+
+    policy = Policy()
+    policy.act(torch.ones(3, 2))
+    part = policy.last[1:]
+
+    def look():
+        last = policy.last
+        return last.tolist(), last.requires_grad, last.is_leaf, part.sum().item()
+
+    def learn():
+        policy.act(torch.ones(3, 2))
+        policy.last.sum().backward()
+        return policy.net.bias.grad.tolist()
+
+    def beyond():
+        (part * 2).sum().backward()
+
+    if __name__ == "__main__":
+        with Pool(1) as pool:
+            print(pool.apply(look) == look(), pool.apply(learn))
+            try:
+                pool.apply(beyond)
+            except RuntimeError as error:
+                print("the graph behind it was not sent" in str(error))
+"""
+
+
+def test_a_tensor_with_a_graph_that_an_object_keeps(tmp_path):
+    """It arrives without its graph, and `backward` through it raises an error."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    assert run(tmp_path, POLICY).splitlines() == ["True [3.0, 3.0]", "True"]

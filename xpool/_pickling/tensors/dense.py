@@ -16,6 +16,7 @@ because `_lazy_torch` is called only for an object of torch.
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
 import sys
 import warnings
@@ -34,6 +35,7 @@ from xpool._pickling.reducers import (
     Context,
     Head,
     in_place,
+    is_message,
     of_module,
     register,
     set_attributes,
@@ -270,6 +272,8 @@ def _short(tensor: Any, by_number: bool) -> bytes | None:
 
 def reduce_any(pickler: Context, tensor: Any) -> Any:
     if tensor.requires_grad or tensor._backward_hooks:
+        if not tensor.is_leaf and not is_message(pickler):
+            return without_graph, (tensor.detach(),)
         check(tensor)
     # In share mode, a worker keeps the tensor on its device and sends a handle.
     kept = keep(pickler, tensor)
@@ -575,6 +579,34 @@ def _quantized(storage: Any, dtype: Any, offset: int, shape: Any, strides: Any, 
             shape, scales=scales, zero_points=zeros, axis=axis, **options
         )
     return made.set_(storage, offset, shape, strides)
+
+
+def without_graph(tensor: Any) -> Any:
+    """Return a tensor of a global that tracks gradients; to go back beyond it raises an error.
+
+    A model may keep such a tensor, as a distribution of its last actions, and no task needs it.
+    """
+    return _graph_of_program().apply(tensor.requires_grad_())
+
+
+@functools.cache
+def _graph_of_program() -> Any:
+    import torch
+
+    class GraphOfTheProgram(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, tensor: Any) -> Any:
+            return tensor.view_as(tensor)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            raise RuntimeError(
+                "This tensor of a global of the program is the result of a computation that tracks "
+                "gradients, and the graph behind it was not sent to this worker. Compute it in the "
+                "task, or set the global to x.detach()."
+            )
+
+    return GraphOfTheProgram
 
 
 def check(tensor: Any) -> None:
