@@ -289,11 +289,24 @@ def _set_in_late_modules(before: dict[Key, Any], kept: set[Key]) -> None:
     }
     if not replaced:
         return
-    for name, module in modules():
-        if name not in _incoming.used and origin_of(name) == IMPORTED and name_of(module) == name:
-            for attribute, value in list(vars(module).items()):
-                if id(value) in replaced:
-                    vars(module)[attribute] = replaced[id(value)][1]
+    for name in set(_own_modules(len(sys.modules))) - _incoming.used:
+        values = namespace(name)
+        for attribute, value in list(values.items()):
+            if id(value) in replaced:
+                values[attribute] = replaced[id(value)][1]
+
+
+@functools.lru_cache(1)
+def _own_modules(_: int) -> list[str]:
+    """Return the program's own modules that are imported here; the argument changes with these."""
+    tops = {top for top in {name.partition(".")[0] for name, _ in modules()} if is_program(top)}
+    return [
+        name
+        for name, module in modules()
+        if name.partition(".")[0] in tops
+        and name_of(module) == name
+        and origin_of(name) == IMPORTED
+    ]
 
 
 def _load(kind: int, keys: tuple[Key, ...], data: Any) -> list[Any]:
