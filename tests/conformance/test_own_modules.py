@@ -1,5 +1,6 @@
 """Programs of several files: a task sees what the program has in its own modules."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -745,15 +746,22 @@ LATE = """
     import registry
     from xpool import Pool
 
+    def first():
+        import late
+
     def task(name):
         import late
+        assert late.EMPTY == () and late.BUILT is late.build and late.number == 1
+        assert registry.number is not None and registry.SIZES is late.SIZES
         return late.net(), registry.CONF is late.CONF, registry.RATES is late.RATES
 
     if __name__ == "__main__":
         with Pool(1) as pool:
+            pool.apply(first)
             for step in range(3):
                 registry.CONF.n = step
                 registry.RATES.append(step)
+                registry.SIZES, registry.number = (step, 2), step
                 print(pool.apply(task, ("net",)), end=" ")
 """
 
@@ -764,20 +772,29 @@ REGISTRY = """
 
     CONF = Item(None)
     RATES = []
+    SIZES = ()
+    number = 1
 """
 
 LATE_MODULE = """
-    from registry import CONF, RATES
+    from registry import CONF, RATES, SIZES
+
+    EMPTY, number = (), 1
+
+    def build(): ...
+
+    BUILT = build
 
     def net():
-        return CONF.n, RATES
+        return CONF.n, RATES, SIZES
 """
 
 
 def test_a_module_that_only_tasks_import(tmp_path):
     """It has the objects of other modules as they are now, too: `from registry import CONF`."""
     assert run(tmp_path, LATE, registry=REGISTRY, late=LATE_MODULE) == (
-        "((0, [0]), True, True) ((1, [0, 1]), True, True) ((2, [0, 1, 2]), True, True)"
+        "((0, [0], (0, 2)), True, True) ((1, [0, 1], (1, 2)), True, True) "
+        "((2, [0, 1, 2], (2, 2)), True, True)"
     )
 
 
@@ -834,6 +851,7 @@ PATCHES = """
 """
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified name in Python 3.10")
 def test_a_method_that_has_the_name_of_a_class_of_another_module(tmp_path):
     """A function that the program sets in a class arrives, also if it says that it is a method."""
     out = run(tmp_path, PATCHED, items=ITEMS, patches=PATCHES)
@@ -859,20 +877,29 @@ ODD = """
     logging.setLoggerClass(Named)
     known = logging.getLogger("known")
     known.title = "changed"
+
+    def is_managed():
+        return known.manager is logging.root.manager is made.manager
+
+    class Result:
+        def __init__(self):
+            self.log, self.made = known, made
+
     table = {"proxy": installed.Proxy(), "lock": threading.Lock()}
-    registry = odd.Registry()
 
     def task():
         return (
-            (made.level, made.title, known.title, type(known).__name__),
+            (made.level, made.title, known.title, type(known).__name__, is_managed()),
             (odd.ordered([3, 1, 2]), parameters.evaluate, odd.parameters.evaluate),
-            (registry.Unit().name(), sorted(table)),
+            sorted(table),
         )
 
     if __name__ == "__main__":
         warnings.simplefilter("ignore")  # the lock is a copy
         with Pool(1) as pool:
             print(pool.apply(task) == task(), *task())
+            pool.apply(Result)
+            assert is_managed() and known.title == "changed"
 """
 
 PROXY = """
@@ -886,7 +913,6 @@ PROXY = """
 """
 
 ODD_MODULE = """
-    import weakref
     from functools import cmp_to_key
     from threading import local
 
@@ -903,26 +929,61 @@ ODD_MODULE = """
             self.__dict__.update(named)
 
     parameters = Parameters(evaluate=True)
-
-    class Unit:
-        def name(self):
-            return type(self).REGISTRY.title
-
-    class Registry:
-        title = "SI"
-
-        def __init__(self):
-            self.known = weakref.WeakValueDictionary(a=self)
-            self.Unit = type("Unit", (Unit,), {"REGISTRY": self, "__module__": __name__})
 """
 
 
 def test_objects_that_pickle_refuses(tmp_path):
-    """Loggers that no manager knows, keys of comparisons, thread-local parameters, weak dicts of a
-    class, and a proxy that raises, beside a lock."""
+    """Loggers that no manager knows, keys of comparisons, thread-local parameters, and a proxy that
+    raises, beside a lock."""
     assert run(tmp_path, ODD, installed=PROXY, odd=ODD_MODULE) == (
-        "True (40, 'of made', 'changed', 'Named') ([1, 2, 3], True, True) ('SI', ['lock', 'proxy'])"
+        "True (40, 'of made', 'changed', 'Named', True) ([1, 2, 3], True, True) ['lock', 'proxy']"
     )
+
+
+RENAMED = """
+    from api import Foo
+    from xpool import Pool
+
+    def task(part, method):
+        assert isinstance(part, Foo.Part) and method is Foo.method and Foo.wrapped(Foo()) == 1
+        raise Foo.Error("x")
+
+    if __name__ == "__main__":
+        with Pool(1) as pool:
+            try:
+                pool.apply(task, (Foo.Part(), Foo.method))
+            except Foo.Error:
+                print("caught")
+"""
+
+LIBRARY = """
+    import functools
+    import threading
+
+    def decorate(function):
+        lock = threading.Lock()
+
+        @functools.wraps(function)
+        def wrapper(*args):
+            with lock:
+                return function(*args)
+        return wrapper
+
+    class Foo:
+        class Error(Exception): ...
+        class Part: ...
+        def method(self): ...
+        @decorate
+        def wrapped(self):
+            return 1
+
+    Foo.__module__ = "api"
+"""
+
+
+def test_a_class_that_says_it_is_of_another_module(tmp_path):
+    """Classes and methods in a class whose `__module__` the program sets go by their names."""
+    assert run(tmp_path, RENAMED, lib=LIBRARY, api="from lib import Foo") == "caught"
 
 
 COMPILED = """
@@ -983,11 +1044,16 @@ CLI = """
     def local(x):
         return x * config.rate, config.table, work(x)
 
+    def nested():
+        config.rate = 77
+        with Pool(1) as pool:
+            return pool.apply(work, (1,))
+
     def main():
         config.rate = 10
         config.table.append("set")
         with Pool(1) as pool:
-            print(pool.apply(work, (2,)), pool.apply(local, (2,)))
+            print(pool.apply(work, (2,)), pool.apply(local, (2,)), pool.apply(nested))
 
     if __name__ == "__main__":
         main()
@@ -1019,16 +1085,19 @@ def test_a_program_that_was_installed(tmp_path, monkeypatch, start, url):
     config = "rate = 1; table = []"
     for name, text in {"__init__": "", "config": config, "cli": CLI, "core": CORE}.items():
         scripts.write(packages / "app" / f"{name}.py", text)
-    scripts.write(packages / "app-1.dist-info" / "RECORD", "app/__init__.py,,\n")
+    scripts.write(
+        packages / "app-1.dist-info" / "RECORD", "app/__init__.py,,\n../../../bin/app,,\n"
+    )
     if url is not None:
         about = f'{{"dir_info": {{}}, "url": "{url}"}}'
         scripts.write(packages / "app-1.dist-info" / "direct_url.json", about)
     monkeypatch.setenv("PYTHONPATH", str(packages))
-    stub = scripts.write(tmp_path / "app", "from app.cli import main\nmain()\n")
+    (tmp_path / "bin").mkdir()
+    stub = scripts.write(tmp_path / "bin" / "app", "from app.cli import main\nmain()\n")
     out = scripts.run_ok([stub] if start == "script" else ["-m", "app.cli"])
-    seen = "(20, ['set']) (20, ['set'], (20, ['set']))"
+    seen = "(20, ['set']) (20, ['set'], (20, ['set'])) (77, ['set'])"
     # From an index, it is an installed package, whose data is that of its import.
-    assert out.strip() == (seen if url else "(2, []) (2, [], (2, []))")
+    assert out.strip() == (seen if url else "(2, []) (2, [], (2, [])) (1, [])")
 
 
 POLICY = """

@@ -167,6 +167,12 @@ class Job:
         self.release()
 
 
+def refuse_own_thread(pool: Any) -> None:
+    """Raise `RuntimeError` in a finalizer that waits for a pool in the pool's own thread."""
+    if pool is not None and pool._life.runs_here():
+        raise RuntimeError("a finalizer in the pool's own thread would wait for itself")
+
+
 class AsyncResult(Job, Generic[T]):
     """The result of `apply_async`, as `multiprocessing.pool.AsyncResult`."""
 
@@ -225,6 +231,7 @@ class AsyncResult(Job, Generic[T]):
             return
         about_to_block()
         pool = self._pool  # as in `cancel`
+        refuse_own_thread(pool)
         if self.is_call and pool is not None:
             deadline = deadline_of(timeout)
             pool._submitter.receive(self, timeout)

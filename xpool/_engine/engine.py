@@ -26,6 +26,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, NamedTuple
 
 from xpool._engine import stacks
@@ -35,6 +36,7 @@ from xpool._engine.jobs.states import RestartPolicy
 from xpool._engine.ledger import EngineReport, Event, Ledger
 from xpool._engine.memory import ArenaMaintenance, EngineParts
 from xpool._engine.monitor import DirectReceive, WorkerMonitor
+from xpool._engine.protocols import INSIDE
 from xpool._engine.reactor import Reactor
 from xpool._engine.replacement import Launch, Replacement
 from xpool._engine.stacks import WorkerStack
@@ -74,6 +76,7 @@ class Engine:
         self.lock = threading.Lock()  # guards all that follows, the parts included
         # The pool is gone, and its finalizer has returned from `nudge`: set without the lock.
         self.dropped = self._finalized = False
+        self.inside = [0]
         self._resumed = False  # `resume` was called; set without the lock
         self._recipe, self._relay = recipe, recipe.relay
         system = system or System(Reactor(), WorkerProcess)
@@ -162,6 +165,12 @@ class Engine:
         """Seconds that a task takes, by the latest answers; inf: unknown."""
         return self.sched.sizes.cost
 
+    def _locked(self) -> threading.Lock:
+        """Return the lock, or raise `RuntimeError` in a finalizer that interrupts its holder."""
+        if self.inside[0] == get_ident():
+            raise RuntimeError(INSIDE)
+        return self.lock
+
     # -- questions -------------------------------------------------------------------------------
 
     def _running(self) -> list[tuple[WorkerProcess, Batch, int]]:
@@ -183,13 +192,13 @@ class Engine:
 
     def bars(self) -> list[str]:
         """Return the progress bars that running tasks draw."""
-        with self.lock:
+        with self._locked():
             bars = [worker.box.bar for worker, *_ in self._running()]
         return [bar for bar in bars if bar]
 
     def statistics(self) -> dict[str, Any]:
         sched = self.sched
-        with self.lock:
+        with self._locked():
             # A worker holds tasks that it has not begun, and the one that it runs.
             running = len(self._running())
             sent = sum(in_flight.size for in_flight in sched.in_flight)
@@ -202,14 +211,14 @@ class Engine:
             }
 
     def report(self) -> EngineReport:
-        with self.lock:
+        with self._locked():
             return self.ledger.report(self.workers)
 
     def stacks(self, describe: Callable[[int, int], str] | None = None) -> list[WorkerStack]:
         """Return the stack of each worker, within a second; busy ones are asked by a signal."""
         describe = describe or self.ledger.describe
         begun = time.monotonic()
-        with self.lock:
+        with self._locked():
             request = stacks.StackRequest(self.workers)
         while True:
             with self.lock:
@@ -226,12 +235,12 @@ class Engine:
         Raises:
             OptionError: another trace keeps them already.
         """
-        with self.lock:
+        with self._locked():
             self.ledger.begin_trace()
 
     def end_trace(self) -> tuple[list[Event], float, int]:
         """Return the events of the trace, the time of its begin, and how many are missing."""
-        with self.lock:
+        with self._locked():
             return self.ledger.end_trace()
 
     # -- starting and stopping -------------------------------------------------------------------
@@ -283,7 +292,7 @@ class Engine:
             OSError: the system refuses to start a process.  The number of workers is as before, or,
                 if a task was bound to a new one meanwhile, the others start later.
         """
-        with self.lock:
+        with self._locked():
             self._direct.end_turns()
             if self._replacement.ending:
                 return
@@ -370,12 +379,16 @@ class Engine:
         # Do not hold the lock: callers submit, and epoll takes their changes while it waits.
         ready = self._reactor.poll(timeout)
         with self.lock:
-            for fd in ready:
-                self._reactor.handle(fd)
-            self._reactor.run_timers()
-            if self._resumed:
-                self._resumed = False
-                self._monitor.give_idle()
+            self.inside[0] = get_ident()
+            try:
+                for fd in ready:
+                    self._reactor.handle(fd)
+                self._reactor.run_timers()
+                if self._resumed:
+                    self._resumed = False
+                    self._monitor.give_idle()
+            finally:
+                self.inside[0] = 0
         if self._replacement.ends:
             self._tell_ends()
         # Do not hold the lock: clearing a dead worker's holds takes milliseconds.

@@ -17,8 +17,15 @@ if TYPE_CHECKING:
     from xpool._engine.ledger import EngineReport
 
 
+INSIDE = "a finalizer called this in the pool's own thread, at a moment when the pool cannot answer"
+
+
 class WorkerBackend(Protocol):
     """The workers of a pool.  While the pool's thread waits, it refers to them, not to the pool."""
+
+    inside: list[int]
+    """The `ident` of the engine's thread while it holds the engine's lock, or 0.  A finalizer that
+    the garbage collector calls there must not wait for that lock."""
 
     dropped: bool
     """Whether the pool is gone, so that the workers must end."""

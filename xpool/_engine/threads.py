@@ -288,7 +288,7 @@ class ThreadWorkers:
         self.tasks = TaskQueue()
         self._answer = answer  # takes job, index, whether it succeeded, and value; in any thread
         self.failure: BaseException | None = None
-        self.dropped = False
+        self.dropped, self.inside = False, [0]
         self._size, self._options, self._jobs = size, options, jobs
         # Makes `wait` return.  A queue, since a finalizer may put something into it.
         self._signal: queue.SimpleQueue[None] = queue.SimpleQueue()

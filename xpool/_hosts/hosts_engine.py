@@ -62,6 +62,7 @@ class HostEngine:
     ) -> None:
         self.lock = threading.Lock()  # guards the fields below
         self.dropped = False  # the pool was collected; set without the lock
+        self.inside = [0]
         self._events = queue.SimpleQueue() if events is None else events
         self.service = HostService(fleet, describe, lease, now, self.wake)
         self.results = self.service.results

@@ -16,7 +16,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from xpool._calls.options import ManyOptions, OneCallOptions, check_count
-from xpool._calls.results import AsyncResult, Job, PickledResult, about_to_block
+from xpool._calls.results import (
+    AsyncResult,
+    Job,
+    PickledResult,
+    about_to_block,
+    refuse_own_thread,
+)
 from xpool._calls.streams import IMapIterator
 from xpool._engine.jobs.states import PoolStates
 from xpool._pools.job_table import JobTable
@@ -214,7 +220,9 @@ def _await(job: _Call, timeout: float | None) -> float | None:
     about_to_block()
     if sys.is_finalizing() and not job.future.done():
         raise concurrent.futures.BrokenExecutor("can't wait for a call at interpreter shutdown")
-    if not job.is_call or (pool := job._pool) is None:
+    pool = job._pool
+    refuse_own_thread(pool)
+    if not job.is_call or pool is None:
         return timeout
     deadline = deadline_of(timeout)
     _receive(pool, job, timeout)

@@ -8,9 +8,11 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from typing import Any, TypeVar
 
 from xpool._calls.results import AsyncResult, Job, PickledResult
+from xpool._engine.protocols import INSIDE
 from xpool._pools.callbacks import Callbacks
 from xpool._pools.hooks import Carried, Result
 from xpool._pools.input_reader import InputReader
@@ -29,6 +31,7 @@ class JobTable:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.inside = [0]  # that of `WorkerBackend`
         self.waker: Callable[[], object] = _nothing  # set when there is an engine
         # Guards `accepting` and entry into `unanswered`: no job enters after the last sweep.
         self.lock = threading.Lock()
@@ -51,6 +54,8 @@ class JobTable:
         """Add a job of this many tasks; return False if the pool accepts no more."""
         if not at_fork.known[0]:
             at_fork.notice_fork()
+        if self.inside[0] and self.inside[0] == get_ident():
+            raise RuntimeError(INSIDE)
         with self.lock:
             if self.accepting:
                 self.unanswered[job.number] = job

@@ -40,6 +40,7 @@ from xpool._pickling.by_value.names import (
     found_by_name,
     found_here,
     goes_by_name,
+    is_set_as_method,
 )
 from xpool._pickling.by_value.origin import (
     IMPORTED,
@@ -390,9 +391,8 @@ def _is_of_statement(cls: type, name: str, value: Any) -> bool:
         return False
     if (value.__module__, path) == (cls.__module__, inside + name):
         return True
-    home = module_of(value.__globals__) if type(value) is FunctionType else None
-    if home == value.__module__ != cls.__module__ and origin_of(home) != INSTALLED:
-        return False  # another module of the program defines it: `size.__qualname__ = "Items.size"`
+    if is_set_as_method(value):
+        return False
     # Others without a name, such as lambdas and named tuples, are the worker's own.
     if issubclass(type(value), type) or path.startswith(inside):
         return not (found_by_name(value) or origin_of(value.__module__) == SENT)

@@ -499,22 +499,25 @@ def _lazy_locks() -> None:
         if pickler.group is None:
             return NotImplemented
         init: Any = type(obj).__init__
-        init = type(init) is FunctionType and init
-        needed = required_of(init)[1:] if init else ()
+        in_python = type(init) is FunctionType
+        needed = required_of(init)[1:] if in_python else ()
         given = vars(obj)
         if not given.keys() >= {*needed}:
             raise Refused(f"cannot make a {type(obj).__name__!r} without its arguments", obj)
-        made: Any = type(obj)
-        if init and init.__code__.co_flags & _VARKEYWORDS:
-            # `__init__(self, **settings)` mostly stores them under these names.
-            rest = {name: one for name, one in given.items() if name not in needed}
-            made = functools.partial(made, **rest)
-        return made, tuple(given[name] for name in needed)
+        args = tuple(given[name] for name in needed)
+        if in_python and init.__code__.co_flags & _VARKEYWORDS:
+            # `__init__(self, **settings)` makes these attributes of what it was called with.
+            return type(obj), args, {**given}, None, None, set_local
+        return type(obj), args
 
     rlock = type(threading.RLock())
     register(type(threading.Lock()), rlock)(reduce_lock)
     register(threading.local)(reduce_local)
     FOR_SUBCLASSES[threading.local] = reduce_local
+
+
+def set_local(local: Any, attributes: dict[str, Any]) -> None:
+    vars(local).update(attributes)
 
 
 _VARKEYWORDS = 0x08  # `inspect.CO_VARKEYWORDS`

@@ -81,7 +81,8 @@ def mark_static_module(module: ModuleType) -> None:
 
 def found_by_name(obj: Any) -> bool:
     """Whether the name of a function or class leads to it here."""
-    return found_here(obj.__module__, getattr(obj, "__qualname__", None) or obj.__name__) is obj
+    path = getattr(obj, "__qualname__", None) or obj.__name__
+    return found_here(obj.__module__, path) is obj and not is_set_as_method(obj)
 
 
 def goes_by_name(obj: Any) -> bool:
@@ -142,6 +143,8 @@ def _name_of(pickler: Context, obj: Any, module: str, path: str) -> Any:
     origin = origin_of(module)
     if module in static_modules:
         return path if found_by_name(obj) else _of_static(obj, module, path)
+    if is_set_as_method(obj):
+        return None
     if origin == SENT:
         if pickler.recurse or (pickler.blob is not None and not _comes_before(obj)):
             return None
@@ -287,18 +290,19 @@ def found_here(module_name: Any, path: str) -> Any:
     if obj is None:
         obj = module
         for part in path.split("."):
-            # A function has the methods of a class that it wraps (`functools.wraps`).  A function
-            # of the program may be the method of a class of another module.
-            leads_on = type(obj) is not FunctionType and not _is_of_another(obj, module_name)
-            obj = getattr(obj, part, None) if leads_on else None
+            # A function has the methods of a class that it wraps (`functools.wraps`).
+            obj = None if type(obj) is FunctionType else getattr(obj, part, None)
     return obj
 
 
-def _is_of_another(obj: Any, module: str) -> bool:
-    """Whether an object is a class that a module of the program has from another module."""
-    is_class = issubclass(type(obj), type) and type(obj.__module__) is str
-    return (
-        is_class
-        and canonical(obj.__module__) != canonical(module)
-        and origin_of(module) != INSTALLED
-    )
+def is_set_as_method(function: Any) -> bool:
+    """Whether a function at the top level of a module has the qualified name of a method of a class
+    of another module, as by fastcore's `@patch`.  Workers have another method under this name."""
+    if type(function) is not FunctionType or "." not in function.__qualname__:
+        return False
+    module = function.__module__
+    own = getattr(function.__code__, "co_qualname", ".")  # from Python 3.11 on
+    if "." in own or origin_of(module) == INSTALLED:
+        return False
+    owner = found_here(module, function.__qualname__.rpartition(".")[0])
+    return issubclass(type(owner), type) and canonical(owner.__module__) != canonical(module)

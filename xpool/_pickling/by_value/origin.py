@@ -456,30 +456,33 @@ _main = 0, 0  # the id of the main module that was looked at, and its number of 
 def _look_at_main(main: Any) -> None:
     """Find the package from which the program was started, if it was installed from a local file.
 
-    This is that of `python -m package`, or of the function that a console script imports.
+    This is that of `python -m package`, or the one that has this console script.
     """
     global _main
     values = attributes_of(main)
     _main = id(main), len(values)  # the import statement of a console script may not have ended
     spec, file = values.get("__spec__"), _file_of(main)
-    names: list[Any] = [getattr(spec, "name", None)]
+    names, script = {getattr(spec, "name", None)}, ""
     if spec is None and file is not None and not file.endswith(".py"):
         # The module has the script's function under the same name, which may be a click command.
+        script = f"/bin/{os.path.basename(file)}"
         own = [(name, one) for name, one in list(values.items()) if name_of(one) is None]
         own = [(name, one) for name, one in own if not name.startswith("__")]
-        names = [
+        names = {
             module
             for module, there in modules()
-            if any(attributes_of(there).get(name, own) is one for name, one in own)
-        ]
+            if any(attributes_of(there).get(name, MISSING) is one for name, one in own)
+        }
     tops = {name.partition(".")[0] for name in names if isinstance(name, str)} - MAIN_NAMES
-    if found := {top for top in tops - own_packages if _is_installed_from_file(top)}:
+    found = {top for top in tops - own_packages if _is_installed_from_file(top, script)}
+    if found:
         own_packages.update(found)
         with_origin.clear()
 
 
-def _is_installed_from_file(top: str) -> bool:
-    """Whether pip has installed a package from a folder or a file, and not from an index."""
+def _is_installed_from_file(top: str, script: str) -> bool:
+    """Whether pip has installed a package, with this script, from a folder or a file, and not from
+    an index.  A conda package may say so, too, of the machine that has built it."""
     file = _file_of(sys.modules.get(top))
     if file is None or not is_installed(file):
         return False
@@ -490,8 +493,10 @@ def _is_installed_from_file(top: str) -> bool:
         url = os.path.join(folder, one, "direct_url.json")
         if one.endswith(".dist-info") and os.path.exists(url):
             with open(url, encoding="utf-8") as text:
-                local = '"file:' in text.read()
-            if local and name in _recorded(os.path.dirname(url)):
+                about = text.read()
+            files = _recorded(os.path.dirname(url))
+            made_here = '"file:' in about and "conda" not in about and name in files
+            if made_here and any(one.endswith(script) for one in files):
                 return True
     return False
 

@@ -323,23 +323,30 @@ def in_modules(
                 todo.append((value, of_it))  # type: ignore[arg-type]
 
 
-def of_compiled(module: str) -> set[Key]:
-    """Return the globals that the functions of a module in Cython may use: they have no code that
-    tells.  These are the globals of the module, and of the program's modules that it refers to."""
+def of_compiled(key: Key) -> set[Key]:
+    """Return the globals that come with a global of a module in Cython.
+
+    Its functions have no code that tells what they use, so these are all globals of the module, and
+    of the program's modules to which it refers.  The module's name has them, and all others have
+    the name.
+    """
+    module, path = key
     values = namespace(module)
-    if module not in _in_cython:
-        _in_cython[module] = origin_of(module) == IMPORTED and any(
+    if (module, len(values)) not in _in_cython:
+        _in_cython[module, len(values)] = origin_of(module) == IMPORTED and any(
             type(one).__name__ == CYTHON and one.__module__ == module
             for one in list(values.values())
         )
-    if not _in_cython[module]:
+    if not _in_cython[module, len(values)]:
         return set()
+    if path != "__name__":
+        return {(module, "__name__")}
     named = map(name_of, list(values.values()))
     found = {module, *(one for one in named if one is not None and origin_of(one) != INSTALLED)}
     return {(one, name) for one in found for name in namespace(one) if not name.startswith("__")}
 
 
-_in_cython: dict[str, bool] = {}
+_in_cython: dict[tuple[str, int], bool] = {}
 
 
 def reads(obj: Any, known: dict[int, tuple[Any, set[Key]]]) -> set[Key]:

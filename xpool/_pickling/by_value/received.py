@@ -47,7 +47,7 @@ from xpool._pickling.by_value.entries import (
     Entry,
     write_values,
 )
-from xpool._pickling.by_value.names import ATOMS, original_of, originals, received
+from xpool._pickling.by_value.names import original_of, originals, received
 from xpool._pickling.by_value.origin import (
     CODE,
     IMPORTED,
@@ -71,7 +71,7 @@ from xpool._pickling.by_value.origin import (
     value_of,
     with_origin,
 )
-from xpool._pickling.by_value.reads import classes_of
+from xpool._pickling.by_value.reads import absolute_name, classes_of, use_of
 from xpool._pickling.by_value.registered_calls import (
     CALL_OF_SCRIPT,
     CALLS,
@@ -256,7 +256,7 @@ def _take(
             for key in keys:  # the code of a class may use its attributes when it is loaded
                 if "." in key[1] and not _has(key):
                     _set(key, None)
-            before = {key: value_of(key) for key in keys if "." not in key[1] and key not in new}
+            before = {key: value_of(key) for key in keys if "." not in key[1]}
             pairs = [*zip(keys, _load(kind, keys, data), strict=True)]
             # A function comes before the results that it keeps.
             for key, value in sorted(pairs, key=lambda one: one[0][1].endswith(CACHE)):
@@ -278,22 +278,14 @@ def _take(
 
 
 def _set_in_late_modules(before: dict[Key, Any], kept: set[Key]) -> None:
-    """Replace objects also in modules that only this worker has imported.
-
-    A module that a task imports may have them by `from config import RATES`.
-    """
-    replaced = {
-        id(value): (value, value_of(key))
-        for key, value in before.items()
-        if key not in kept and value is not MISSING and type(value) not in ATOMS
-    }
-    if not replaced:
-        return
-    for name in set(_own_modules(len(sys.modules))) - _incoming.used:
+    """Set globals also in modules that only this worker has imported, and that import these by name
+    (`from config import RATES`)."""
+    replaced = {key: value for key, value in before.items() if key not in kept}
+    for name in set(_own_modules(len(sys.modules))) - _incoming.used if replaced else ():
         values = namespace(name)
-        for attribute, value in list(values.items()):
-            if id(value) in replaced:
-                values[attribute] = replaced[id(value)][1]
+        for key in _imported_names(name) & replaced.keys():
+            if values.get(key[1], MISSING) is replaced[key]:
+                values[key[1]] = value_of(key)
 
 
 @functools.lru_cache(1)
@@ -307,6 +299,22 @@ def _own_modules(_: int) -> list[str]:
         and name_of(module) == name
         and origin_of(name) == IMPORTED
     ]
+
+
+@functools.cache
+def _imported_names(module: str) -> frozenset[Key]:
+    """Return the globals that the import statements at the top of a module name."""
+    spec = namespace(module).get("__spec__")
+    get_code = getattr(getattr(spec, "loader", None), "get_code", None)
+    code = None if get_code is None else get_code(module)
+    if code is None:  # of a module in C
+        return frozenset()
+    package = namespace(module).get("__package__")
+    return frozenset(
+        (absolute_name(level, name, package), one)
+        for level, name, names in use_of(code).imports
+        for one in names
+    )
 
 
 def _load(kind: int, keys: tuple[Key, ...], data: Any) -> list[Any]:
@@ -525,15 +533,15 @@ def _import_modules(entries: list[Entry]) -> None:
         if name not in _incoming.imported:
             _import(name)
             _incoming.imported.add(name)
-    new = {one for one, _ in _all_of(USED, entries)} - _incoming.used
-    _incoming.used |= new
-    if not all(map(is_program, new)):
-        own_packages.update(one.partition(".")[0] for one in new)
-        with_origin.clear()
     used = {one: stamp for one, stamp in _all_of(USED, entries) if one not in sys.modules}
     data = _data_of_imported() if used else []
     for name in used:
         _try_import(name)
+    new = {one for one, _ in _all_of(USED, entries)} - _incoming.used
+    _incoming.used |= new
+    if not all(map(is_program, new)):  # the program was started from an installed package
+        own_packages.update(one.partition(".")[0] for one in new)
+        with_origin.clear()
     for name, stamp in used.items():
         if stamp is not None and name in sys.modules and stamp_of(sys.modules[name]) != stamp:
             settings.note_problem(

@@ -390,7 +390,7 @@ class Book:
         while todo:
             key = todo.pop()
             node = nodes[key] = self._look(key)
-            node.names |= of_compiled(key[0])
+            node.names |= of_compiled(key)
             # Not `names - nodes.keys()`, which visits all nodes.
             for one in node.objects & shared.keys():
                 todo.update(other for other in shared[one] if other not in nodes)

@@ -35,6 +35,7 @@ from xpool._pickling.reducers import (
     LAZY,
     NEW,
     Context,
+    Refused,
     is_message,
     register,
 )
@@ -225,19 +226,28 @@ _before: dict[str, Any] = {}  # by token: what makes a variable have no value ag
 def _lazy_logging() -> None:
     import logging
 
-    usual = {*vars(logging.getLogger()), "_cache"}
-
     def reduce(pickler: Context, logger: Any) -> Any:
-        """Pickle a logger of a class of its own with this class, and with its own attributes."""
+        """Pickle a logger of an own class with this class; in a global, with its attributes."""
         kind = type(logger)
         if kind.__module__ == "logging":
             return NotImplemented
-        if logging.getLogger(logger.name) is not logger:  # made by a call of the class
-            return NEW, (kind,), {**vars(logger), "_cache": {}}, None, None, set_logger
-        own = {name: value for name, value in vars(logger).items() if name not in usual}
+        known = logging.root.manager.loggerDict.get(logger.name) is logger
+        if is_message(pickler):
+            return own_logger, (kind, logger.name)
+        if not known:  # made by a call of the class
+            state = {name: one for name, one in vars(logger).items() if name not in _OF_MANAGER}
+            return NEW, (kind,), {**state, "_cache": {}}, None, None, set_logger
+        own = {name: one for name, one in vars(logger).items() if name not in _OF_LOGGERS}
         return own_logger, (kind, logger.name), own, None, None, set_logger
 
     FOR_SUBCLASSES[logging.Logger] = reduce
+
+
+_OF_MANAGER = frozenset({"manager", "_cache"})
+_OF_LOGGERS = _OF_MANAGER | {
+    "name", "level", "parent", "propagate", "handlers", "disabled", "filters",
+}  # fmt: skip
+"""Attributes of every logger."""
 
 
 def own_logger(kind: Any, name: str) -> Any:
@@ -266,17 +276,20 @@ def _reduce_comparison(pickler: Context, key: Any) -> Any:
     return (functools.cmp_to_key, (functions[0],)) if len(functions) == 1 else NotImplemented
 
 
-# Weak references in globals and definitions; others are left to dill.
+# Weak references in globals; others are left to dill.
 
 
 @register(weakref.ref)
 def _reduce_reference(pickler: Context, reference: Any) -> Any:
-    return NotImplemented if is_message(pickler) else (weak_reference, (reference(),))
+    return NotImplemented if pickler.group is None else (weak_reference, (reference(),))
 
 
 @register(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 def _reduce_weak(pickler: Context, obj: Any) -> Any:
-    if is_message(pickler):
+    if pickler.group is None:
+        if pickler.blob and len(obj):
+            # The definition would have copies of these objects.
+            raise Refused(f"cannot pickle a {type(obj).__name__} in a class of a function", obj)
         return NotImplemented
     items = [*(obj if type(obj) is weakref.WeakSet else obj.items())]
     return type(obj), (), items, None, None, _fill_weak
