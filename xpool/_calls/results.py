@@ -167,6 +167,9 @@ class Job:
         self.release()
 
 
+INSIDE = "a finalizer called this in the pool's own thread, at a moment when the pool cannot answer"
+
+
 def refuse_own_thread(pool: Any) -> None:
     """Raise `RuntimeError` in a finalizer that waits for a pool in the pool's own thread."""
     if pool is not None and pool._life.runs_here():

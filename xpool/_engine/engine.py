@@ -29,6 +29,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any, NamedTuple
 
+from xpool._calls.results import INSIDE
 from xpool._engine import stacks
 from xpool._engine.answers import EngineOptions, StartFailure
 from xpool._engine.jobs.scheduler import Batch, InFlight, Scheduler
@@ -36,7 +37,6 @@ from xpool._engine.jobs.states import RestartPolicy
 from xpool._engine.ledger import EngineReport, Event, Ledger
 from xpool._engine.memory import ArenaMaintenance, EngineParts
 from xpool._engine.monitor import DirectReceive, WorkerMonitor
-from xpool._engine.protocols import INSIDE
 from xpool._engine.reactor import Reactor
 from xpool._engine.replacement import Launch, Replacement
 from xpool._engine.stacks import WorkerStack

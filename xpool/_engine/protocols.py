@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from xpool._engine.ledger import EngineReport
 
 
-INSIDE = "a finalizer called this in the pool's own thread, at a moment when the pool cannot answer"
-
-
 class WorkerBackend(Protocol):
     """The workers of a pool.  While the pool's thread waits, it refers to them, not to the pool."""
 

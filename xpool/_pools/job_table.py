@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from threading import get_ident
 from typing import Any, TypeVar
 
-from xpool._calls.results import AsyncResult, Job, PickledResult
-from xpool._engine.protocols import INSIDE
+from xpool._calls.results import INSIDE, AsyncResult, Job, PickledResult
 from xpool._pools.callbacks import Callbacks
 from xpool._pools.hooks import Carried, Result
 from xpool._pools.input_reader import InputReader
