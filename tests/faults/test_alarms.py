@@ -444,7 +444,8 @@ def test_a_stack_overflow_in_the_engine_breaks_the_pool(verb):
         else:
             pool.close()
         pool.join()
-    assert broken
+    # `get` overflows before it comes to the engine.
+    assert broken or verb == "get"
 
 
 C_HANDLER = """

@@ -591,7 +591,7 @@ def without_graph(tensor: Any) -> Any:
 
 @functools.cache
 def _graph_of_program() -> Any:
-    import torch
+    torch: Any = sys.modules["torch"]
 
     class GraphOfTheProgram(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
