@@ -752,6 +752,7 @@ LATE = """
     def task(name):
         import late
         assert late.EMPTY == () and late.BUILT is late.build and late.number == 1
+        assert registry.later and not hasattr(late, "later")
         assert registry.number is not None and registry.SIZES is late.SIZES
         return late.net(), registry.CONF is late.CONF, registry.RATES is late.RATES
 
@@ -761,7 +762,7 @@ LATE = """
             for step in range(3):
                 registry.CONF.n = step
                 registry.RATES.append(step)
-                registry.SIZES, registry.number = (step, 2), step
+                registry.SIZES, registry.number, registry.later = (step, 2), step, [step]
                 print(pool.apply(task, ("net",)), end=" ")
 """
 
@@ -781,7 +782,8 @@ LATE_MODULE = """
 
     EMPTY, number = (), 1
 
-    def build(): ...
+    def build():
+        from registry import number, later
 
     BUILT = build
 

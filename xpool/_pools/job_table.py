@@ -53,7 +53,7 @@ class JobTable:
         """Add a job of this many tasks; return False if the pool accepts no more."""
         if not at_fork.known[0]:
             at_fork.notice_fork()
-        if self.inside[0] and self.inside[0] == get_ident():
+        if self.inside[0] == get_ident():
             raise RuntimeError(INSIDE)
         with self.lock:
             if self.accepting:

@@ -69,13 +69,11 @@ def _reduce_class(pickler: Context, cls: type) -> Any:
         return NotImplemented
     if pickler.blob is None:
         token = registry.token_of(cls)
-        checked = None if pickler.group is None else pickler.group.checked
-        if checked is not None and not pickler.recurse and id(cls) in checked:
-            definition = checked[id(cls)][1]
-        else:
-            definition = definition_of(cls, pickler.recurse)
-            if checked is not None and not pickler.recurse:
-                checked[id(cls)] = cls, definition
+        # With `recurse`, definitions have copies of globals.
+        checked = {} if pickler.group is None or pickler.recurse else pickler.group.checked
+        if id(cls) not in checked:
+            checked[id(cls)] = cls, definition_of(cls, pickler.recurse)
+        definition = checked[id(cls)][1]
         pickler.names |= definition.names
         names = tuple(sorted(definition.names))
         return load, (token, definition.version, definition.blob, names)

@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from types import FunctionType, MappingProxyType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 from xpool._pickling import Key
@@ -71,7 +71,7 @@ from xpool._pickling.by_value.origin import (
     value_of,
     with_origin,
 )
-from xpool._pickling.by_value.reads import absolute_name, classes_of, use_of
+from xpool._pickling.by_value.reads import Code, absolute_name, classes_of
 from xpool._pickling.by_value.registered_calls import (
     CALL_OF_SCRIPT,
     CALLS,
@@ -280,7 +280,9 @@ def _take(
 def _set_in_late_modules(before: dict[Key, Any], kept: set[Key]) -> None:
     """Set globals also in modules that only this worker has imported, and that import these by name
     (`from config import RATES`)."""
-    replaced = {key: value for key, value in before.items() if key not in kept}
+    replaced = {
+        key: value for key, value in before.items() if key not in kept and value is not MISSING
+    }
     for name in set(_own_modules(len(sys.modules))) - _incoming.used if replaced else ():
         values = namespace(name)
         for key in _imported_names(name) & replaced.keys():
@@ -310,9 +312,11 @@ def _imported_names(module: str) -> frozenset[Key]:
     if code is None:  # of a module in C
         return frozenset()
     package = namespace(module).get("__package__")
+    # Without functions and classes, whose imports bind no names of the module.
+    outer = (None if type(one) is CodeType else one for one in code.co_consts)
     return frozenset(
         (absolute_name(level, name, package), one)
-        for level, name, names in use_of(code).imports
+        for level, name, names in Code(code.replace(co_consts=tuple(outer))).imports
         for one in names
     )
 

@@ -326,18 +326,8 @@ def _is_installed(root: str, value: Any) -> bool:
 
 
 _TRACKERS = frozenset(
-    {
-        "aim",
-        "clearml",
-        "comet_ml",
-        "horovod",
-        "mlflow",
-        "mpi4py",
-        "neptune",
-        "ray",
-        "swanlab",
-        "wandb",
-    }
+    {"aim", "clearml", "comet_ml", "horovod", "mlflow"}
+    | {"mpi4py", "neptune", "ray", "swanlab", "wandb"}
 )
 """Packages whose calls begin a run on a server, or join other processes (`wandb.init()`)."""
 
