@@ -159,3 +159,102 @@ def test_a_finalizer_in_the_pools_thread(tmp_path, kind):
     assert len(told) == 13 * 6
     assert ("call", "RuntimeError") in told
     assert ("submit", "RuntimeError") in told
+
+
+# A finalizer runs at every 67th instruction of the pool's code, in one of its threads.
+IN_A_CALL = """
+    import gc
+    import sys
+    import threading
+    import xpool
+
+    def same(n):
+        return n
+
+    LATER = [
+        lambda pool, n: pool.apply_async(same, (n,)).get,
+        lambda pool, n: pool.map_async(same, [n]).get,
+        lambda pool, n: pool.submit(same, n).result,
+        lambda pool, n: pool.imap(same, [n]).next,
+    ]
+    NOW = [
+        lambda pool, n: pool.map(same, [n]),
+        lambda pool, n: pool.submit(same, n).result(),
+        lambda pool, n: pool.apply_async(same, (n,)).cancel(),
+        lambda pool, n: pool.statistics(),
+        lambda pool, n: pool.report(),
+    ]
+
+    class Proxy:
+        def __init__(self, pool, use, n):
+            self.pool, self.use, self.n, self.me = pool, use, n, self
+
+        def __del__(self):
+            try:
+                answer = self.use(self.pool, self.n)
+            except RuntimeError as error:
+                assert "finalizer" in str(error)
+                refused.append(self.n)
+            else:
+                if self.use in LATER:
+                    answers.append((self.n, answer))
+
+    def trace(frame, event, arg):
+        global left
+        if "xpool" not in frame.f_code.co_filename.rpartition("/")[0]:
+            return None
+        frame.f_trace_opcodes = True
+        if left and {thread!r} in threading.current_thread().name:
+            left -= 1
+            if not left:
+                gc.collect()
+        return trace
+
+    CALLS = [
+        lambda: pool.apply(same, (1,)),
+        lambda: pool.apply_async(same, (1,)).get(),
+        lambda: pool.map(same, range(4)),
+        lambda: list(pool.imap(same, range(4))),
+    ]
+    left, answers, refused, uses = 0, [], [], {uses}
+
+    if __name__ == "__main__":
+        gc.disable()
+        threading.settrace(trace)
+        with xpool.{kind}(2) as pool:
+            for call in CALLS * 2:
+                call()
+            for call in CALLS:
+                at = 1
+                while True:
+                    use = uses[at % len(uses)]
+                    Proxy(pool, use, at)
+                    left = at
+                    sys.settrace(trace)
+                    expected = call()
+                    sys.settrace(None)
+                    beyond, left = left, 0
+                    gc.collect()
+                    while answers:
+                        n, get = answers.pop()
+                        assert get(60) in (n, [n]), (n, use)
+                    if beyond or at > 6000:
+                        break
+                    at += 67
+                print(call(), expected == call())
+        print(len(refused))
+"""
+
+
+@pytest.mark.parametrize("main", [True, False], ids=["in-the-caller", "in-a-thread-of-the-pool"])
+@pytest.mark.parametrize("kind", ["Pool", "ThreadPool", *also("P2PPool")])
+def test_a_finalizer_submits_at_any_moment(tmp_path, kind, main):
+    """The collector may run while a call of the pool holds a lock: what a finalizer submits then is
+    answered, and what would wait raises."""
+    thread, uses = "MainThread" if main else "-engine", "[*LATER, *NOW]"
+    if kind == "ThreadPool" and not main:
+        # If a thread that runs tasks waits for another task, other threads have to be free.
+        thread, uses = "-worker", "LATER"
+    lines = script(tmp_path, IN_A_CALL.format(kind=kind, thread=thread, uses=uses))
+    assert lines[:4] == ["1 True", "1 True", "[0, 1, 2, 3] True", "[0, 1, 2, 3] True"]
+    assert (int(lines[4]) > 5) == (kind != "ThreadPool")

@@ -167,13 +167,16 @@ class Job:
         self.release()
 
 
-INSIDE = "a finalizer called this in the pool's own thread, at a moment when the pool cannot answer"
+INSIDE = (
+    "the garbage collector has called a finalizer in the middle of a call of this pool, which "
+    "cannot answer then; a finalizer may submit tasks (apply_async), but must not wait for them"
+)
 
 
-def refuse_own_thread(pool: Any) -> None:
-    """Raise `RuntimeError` in a finalizer that waits for a pool in the pool's own thread."""
+def refuse_inside(pool: Any) -> None:
+    """Raise `RuntimeError` in a finalizer that has interrupted this pool's own work."""
     if pool is not None and pool._life.runs_here():
-        raise RuntimeError("a finalizer in the pool's own thread would wait for itself")
+        raise RuntimeError(INSIDE)
 
 
 class AsyncResult(Job, Generic[T]):
@@ -234,7 +237,7 @@ class AsyncResult(Job, Generic[T]):
             return
         about_to_block()
         pool = self._pool  # as in `cancel`
-        refuse_own_thread(pool)
+        refuse_inside(pool)
         if self.is_call and pool is not None:
             deadline = deadline_of(timeout)
             pool._submitter.receive(self, timeout)

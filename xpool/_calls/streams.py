@@ -18,7 +18,7 @@ from xpool._calls.results import (
     Unopened,
     about_to_block,
     exception_in,
-    refuse_own_thread,
+    refuse_inside,
 )
 from xpool._python.failures import number_item
 from xpool._python.waiters import Waiters, deadline_of, next_of
@@ -209,7 +209,7 @@ class IMapIterator(Iterator[T]):
                     "iterator in a cycle that nothing refers to, and a finalizer uses the iterator"
                 )
             about_to_block()
-            refuse_own_thread(self._pool)
+            refuse_inside(self._pool)
             left = None if deadline is None else deadline - time.monotonic()
             if not self._waiters.wait(self._movable, left):
                 raise TimeoutError(

@@ -26,7 +26,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable
-from threading import get_ident
 from typing import Any, NamedTuple
 
 from xpool._calls.results import INSIDE
@@ -40,7 +39,7 @@ from xpool._engine.monitor import DirectReceive, WorkerMonitor
 from xpool._engine.reactor import Reactor
 from xpool._engine.replacement import Launch, Replacement
 from xpool._engine.stacks import WorkerStack
-from xpool._engine.submission import Submission
+from xpool._engine.submission import Postponed, Submission
 from xpool._engine.switchboard import Switchboard
 from xpool._engine.worker_process import Recipe, WorkerProcess
 from xpool._pickling.frame import Leased, weight
@@ -73,10 +72,10 @@ class Engine:
     ) -> None:
         # Held by threads that submit tasks, and by the engine's thread except while it waits.  No
         # `interruptible` function holds it: a signal handler that uses the pool would deadlock.
-        self.lock = threading.Lock()  # guards all that follows, the parts included
+        # Reentrant, so that a finalizer which has interrupted the holder can find this out.
+        self.lock: Any = threading.RLock()  # guards all that follows, the parts included
         # The pool is gone, and its finalizer has returned from `nudge`: set without the lock.
         self.dropped = self._finalized = False
-        self.inside = [0]
         self._resumed = False  # `resume` was called; set without the lock
         self._recipe, self._relay = recipe, recipe.relay
         system = system or System(Reactor(), WorkerProcess)
@@ -111,8 +110,9 @@ class Engine:
             parts, self._direct, self._monitor, switchboard, options=options
         )
         self._on_end = options.on_end
+        self._postponed = Postponed(self.lock, self._reactor.nudge)
         submission = self._submission = Submission(
-            self.lock, self.sched, self._monitor, self._replacement, self._direct
+            self._postponed, self.sched, self._monitor, self._replacement, self._direct
         )
         self.submit, self.submit_call = submission.submit, submission.submit_call
         self.put_direct, self.await_answer = submission.put_direct, submission.await_answer
@@ -132,15 +132,20 @@ class Engine:
             self._reactor.nudge()
 
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
+        if self.lock._is_owned():  # in a finalizer: a number is needed now, and changes no more
+            return self._monitor.learn(mode, payload)
         with self.lock:
             self._direct.end_turns()
             return self._monitor.learn(mode, payload)
 
     def forget(self, func: int) -> None:
-        with self.lock:
-            self._monitor.forget(func)
+        if not self._postponed(self.forget, func):
+            with self.lock:
+                self._monitor.forget(func)
 
     def withdraw(self, job: int, index: int | None = None) -> None:
+        if self._postponed(self.withdraw, job, index):
+            return
         with self.lock:
             self._direct.end_turns()
             self._monitor.withdraw(job, index)
@@ -155,7 +160,7 @@ class Engine:
             self._monitor.give_back(job, items)
 
     def sent(self, payload: bytes | memoryview) -> int:
-        if type(payload) is Leased:
+        if type(payload) is Leased and not self._postponed(self.sent, payload):
             with self.lock:
                 self._maintenance.later()
         return weight(payload)
@@ -165,9 +170,9 @@ class Engine:
         """Seconds that a task takes, by the latest answers; inf: unknown."""
         return self.sched.sizes.cost
 
-    def _locked(self) -> threading.Lock:
+    def _locked(self) -> Any:
         """Return the lock, or raise `RuntimeError` in a finalizer that interrupts its holder."""
-        if self.inside[0] == get_ident():
+        if self.lock._is_owned():
             raise RuntimeError(INSIDE)
         return self.lock
 
@@ -184,7 +189,7 @@ class Engine:
         ]
 
     def runs(self, job: int, index: int | None = None) -> bool:
-        with self.lock:
+        with self._locked():
             return any(
                 batch.job == job and index in (None, batch.first + position)
                 for _, batch, position in self._running()
@@ -354,7 +359,7 @@ class Engine:
     def after_fork_in_child(self) -> None:
         """Forget the parent's workers, whose descriptors are closed here already."""
         # A thread of the parent may have held the lock.
-        self.lock = self._submission.lock = threading.Lock()
+        self.lock = self._postponed.lock = self._submission.lock = threading.RLock()
         self._replacement.ending = True
         # These change no descriptor, because the child shares the epoll with its parent.
         self._monitor.clear()
@@ -379,16 +384,14 @@ class Engine:
         # Do not hold the lock: callers submit, and epoll takes their changes while it waits.
         ready = self._reactor.poll(timeout)
         with self.lock:
-            self.inside[0] = get_ident()
-            try:
-                for fd in ready:
-                    self._reactor.handle(fd)
-                self._reactor.run_timers()
-                if self._resumed:
-                    self._resumed = False
-                    self._monitor.give_idle()
-            finally:
-                self.inside[0] = 0
+            for fd in ready:
+                self._reactor.handle(fd)
+            self._reactor.run_timers()
+            if self._resumed:
+                self._resumed = False
+                self._monitor.give_idle()
+        # After the wake-up of `Postponed` was read: a later one makes the next poll return.
+        self._postponed.run()
         if self._replacement.ends:
             self._tell_ends()
         # Do not hold the lock: clearing a dead worker's holds takes milliseconds.

@@ -11,6 +11,7 @@ Called with the engine's lock held.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -176,7 +177,7 @@ class WorkerMonitor:
         self.stopped = False  # terminated: no message is sent or received any more
         # Functions by number.  They are kept until the job ends, for workers that start later.
         self._functions: dict[int, tuple[int, bytes | memoryview]] = {}
-        self._last_number = 0
+        self._numbers = itertools.count(1)
         self.lifetime = options.lifetime  # tasks that a process may run
         self.workers, self._sched, self._reactor = parts.workers, parts.sched, parts.reactor
         self._direct, self._ledger = direct, parts.ledger
@@ -487,9 +488,9 @@ class WorkerMonitor:
 
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
         """Keep a function; return the number that tasks call it by."""
-        self._last_number += 1
-        self._functions[self._last_number] = mode, payload
-        return self._last_number
+        number = next(self._numbers)
+        self._functions[number] = mode, payload
+        return number
 
     def forget(self, func: int) -> None:
         """Let the workers drop a function: its job is done."""

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 class WorkerBackend(Protocol):
     """The workers of a pool.  While the pool's thread waits, it refers to them, not to the pool."""
 
-    inside: list[int]
-    """The `ident` of the engine's thread while it holds the engine's lock, or 0.  A finalizer that
-    the garbage collector calls there must not wait for that lock."""
+    lock: Any
+    """A reentrant lock.  A finalizer that has interrupted its holder must not wait for the pool."""
 
     dropped: bool
     """Whether the pool is gone, so that the workers must end."""

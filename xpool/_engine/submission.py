@@ -6,8 +6,10 @@ answer may receive it itself (`call`, see `DirectReceive`), without the engine's
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 from xpool._engine.jobs.scheduler import CALLS, Scheduler, TaskRange, Terms
 from xpool._engine.monitor import DirectReceive, WorkerMonitor
@@ -18,16 +20,41 @@ from xpool._python.interrupt import deliver, interruptible, pending, uninterrupt
 from xpool._wire.wire import Spin
 
 
+class Postponed:
+    """Calls that finalizers make while the engine cannot take them.
+
+    The garbage collector may call a finalizer in the thread that holds the engine's reentrant lock,
+    while the engine's tables are half changed.
+    """
+
+    def __init__(self, lock: Any, wake: Callable[[], object]) -> None:
+        self.lock, self._wake = lock, wake
+        self._calls: deque[partial[Any]] = deque()
+
+    def __call__(self, call: Callable[..., object], *args: Any) -> bool:
+        """If this thread holds the lock, have the engine's thread make a call, and return True."""
+        if not self.lock._is_owned():
+            return False
+        self._calls.append(partial(call, *args))
+        self._wake()
+        return True
+
+    def run(self) -> None:
+        """Make the calls.  Called by the engine's thread, without the lock."""
+        while self._calls:
+            self._calls.popleft()()
+
+
 class Submission:
     def __init__(
         self,
-        lock: threading.Lock,
+        postponed: Postponed,
         sched: Scheduler,
         monitor: WorkerMonitor,
         replacement: Replacement,
         direct: DirectReceive,
     ) -> None:
-        self.lock = lock  # the engine's
+        self.lock, self._postponed = postponed.lock, postponed  # the lock is the engine's
         self._sched, self._monitor = sched, monitor
         self._replacement, self._direct = replacement, direct
         self._spin = Spin()
@@ -39,6 +66,8 @@ class Submission:
         worker with the least to do.  All ranges are queued under one lock, so workers get the
         ranges of two callers in the same order.
         """
+        if self._postponed(self.submit, *ranges):
+            return
         with self.lock:
             if self._direct.turns:
                 self._direct.end_turns()
@@ -54,6 +83,8 @@ class Submission:
             self._monitor.give_idle(direct_job)
 
     def submit_call(self, number: int, payload: bytes | memoryview, terms: Terms) -> None:
+        if self._postponed(self.submit_call, number, payload, terms):
+            return
         with self.lock:
             if self._direct.turns:
                 self._direct.end_turns()
@@ -64,6 +95,8 @@ class Submission:
                 self._monitor.give_idle(newest=self._direct.received_last(self._sched.idle))
 
     def feed(self, task_range: TaskRange) -> None:
+        if self._postponed(self.feed, task_range):
+            return
         with self.lock:
             if not self._replacement.ending:
                 # The reader looked without the lock: `_dry` may have queued it since.
@@ -122,6 +155,9 @@ class Submission:
     def put_direct(
         self, number: int, payload: bytes | memoryview, bound: int | None, terms: Terms
     ) -> WorkerProcess | None:
+        if self.lock._is_owned():
+            self.submit(TaskRange(CALLS, 0, number, (payload,), bound, terms))
+            return None
         with self.lock:
             if self._direct.turns:
                 self._direct.end_turns()

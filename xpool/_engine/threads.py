@@ -288,7 +288,7 @@ class ThreadWorkers:
         self.tasks = TaskQueue()
         self._answer = answer  # takes job, index, whether it succeeded, and value; in any thread
         self.failure: BaseException | None = None
-        self.dropped, self.inside = False, [0]
+        self.dropped = False
         self._size, self._options, self._jobs = size, options, jobs
         # Makes `wait` return.  A queue, since a finalizer may put something into it.
         self._signal: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -297,6 +297,7 @@ class ThreadWorkers:
         self._ending = False
         self.held = HeldTasks(self.tasks, self._signal)
         self._places = Places()
+        self.lock = self._places.lock
         self._pause = 0.0  # until this time, empty places stay empty
 
     def start_missing(self) -> None:

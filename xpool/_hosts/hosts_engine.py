@@ -22,6 +22,7 @@ from xpool._calls.terms import Terms
 from xpool._engine.jobs.ranges import CALLS, TaskRange
 from xpool._engine.launch import wanted_modules
 from xpool._engine.ledger import EngineReport
+from xpool._engine.submission import Postponed
 from xpool._hosts import messages as m
 from xpool._hosts.agent import AgentConfig, facts
 from xpool._hosts.service import HostService
@@ -60,10 +61,11 @@ class HostEngine:
         now: Callable[[], float] = time.monotonic,
         events: Any = None,
     ) -> None:
-        self.lock = threading.Lock()  # guards the fields below
+        # Guards the fields below; reentrant, as the local engine's.
+        self.lock: Any = threading.RLock()
         self.dropped = False  # the pool was collected; set without the lock
-        self.inside = [0]
         self._events = queue.SimpleQueue() if events is None else events
+        self._postponed = Postponed(self.lock, self.wake)
         self.service = HostService(fleet, describe, lease, now, self.wake)
         self.results = self.service.results
         self.sched = self.service.sched
@@ -89,12 +91,16 @@ class HostEngine:
         return True
 
     def submit(self, *ranges: TaskRange) -> None:
+        if self._postponed(self.submit, *ranges):
+            return
         with self.lock:
             self.service.put(ranges)
             if self.results:
                 self._events.put(None)  # wakes the engine's thread, which takes the results
 
     def submit_call(self, number: int, payload: bytes | memoryview, terms: Terms) -> None:
+        if self._postponed(self.submit_call, number, payload, terms):
+            return
         with self.lock:
             if self.service.ending:
                 return
@@ -106,6 +112,8 @@ class HostEngine:
         self, number: int, payload: bytes | memoryview, bound: int | None, terms: Terms
     ) -> Any:
         task_range = TaskRange(CALLS, 0, number, (payload,), bound, terms)
+        if self._postponed(self.submit, task_range):
+            return None
         with self.lock:
             held = self.service.put((task_range,), hold=True)
             if self.results:
@@ -131,6 +139,8 @@ class HostEngine:
             self.service.give()
 
     def feed(self, task_range: TaskRange) -> None:
+        if self._postponed(self.feed, task_range):
+            return
         with self.lock:
             if not self.service.ending:
                 if not task_range.queued and task_range.items:
@@ -144,8 +154,9 @@ class HostEngine:
             return number
 
     def forget(self, func: int) -> None:
-        with self.lock:
-            self.service.send(self.sched.forget(func))
+        if not self._postponed(self.forget, func):
+            with self.lock:
+                self.service.send(self.sched.forget(func))
 
     def broadcast(self, payload: bytes | memoryview) -> str:
         """Send an object to all hosts, which keep it until the pool ends; return its name."""
@@ -159,6 +170,8 @@ class HostEngine:
         return blob.name
 
     def withdraw(self, job: int, index: int | None = None) -> None:
+        if self._postponed(self.withdraw, job, index):
+            return
         with self.lock:
             self.service.send(self.sched.withdraw(job, index))
             self.service.give()
@@ -232,7 +245,8 @@ class HostEngine:
         self._fleet.close()
 
     def after_fork_in_child(self) -> None:
-        self.lock = threading.Lock()  # some thread of the parent may have held it
+        # Some thread of the parent may have held it.
+        self.lock = self._postponed.lock = threading.RLock()
         self.service.ending = True
 
     # -- the engine's thread -----------------------------------------------------------------------
@@ -248,6 +262,7 @@ class HostEngine:
             events.append(self._events.get(timeout=timeout))
             while True:
                 events.append(self._events.get_nowait())
+        self._postponed.run()
         with self.lock:
             for event in events:
                 if event is not None:

@@ -159,7 +159,7 @@ class BasePool(PublicVerbs, Hooks):
             is_set_up = True
             if self._backend is not None:
                 self._jobs.waker = _waker(self._backend)
-                self._jobs.inside = self._backend.inside
+                self._jobs.guards.append(self._backend.lock)
             interruptibly(self.repopulate_pool)
             ref = weakref.ref(self)
             thread = PromptThread(
@@ -325,7 +325,7 @@ class BasePool(PublicVerbs, Hooks):
 
     @shielded
     def _stop(self) -> bool:
-        if self._backend is not None and threading.current_thread() is self._life.thread:
+        if self._backend is not None and self._life.runs_here():
             # A finalizer calls this, and may have interrupted the engine while it holds its lock.
             self._life.give_up("terminated")
             self._backend.drop()

@@ -21,7 +21,7 @@ from xpool._calls.results import (
     Job,
     PickledResult,
     about_to_block,
-    refuse_own_thread,
+    refuse_inside,
 )
 from xpool._calls.streams import IMapIterator
 from xpool._engine.jobs.states import PoolStates
@@ -221,7 +221,7 @@ def _await(job: _Call, timeout: float | None) -> float | None:
     if sys.is_finalizing() and not job.future.done():
         raise concurrent.futures.BrokenExecutor("can't wait for a call at interpreter shutdown")
     pool = job._pool
-    refuse_own_thread(pool)
+    refuse_inside(pool)
     if not job.is_call or pool is None:
         return timeout
     deadline = deadline_of(timeout)

@@ -8,10 +8,9 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from threading import get_ident
 from typing import Any, TypeVar
 
-from xpool._calls.results import INSIDE, AsyncResult, Job, PickledResult
+from xpool._calls.results import AsyncResult, Job, PickledResult
 from xpool._pools.callbacks import Callbacks
 from xpool._pools.hooks import Carried, Result
 from xpool._pools.input_reader import InputReader
@@ -30,17 +29,19 @@ class JobTable:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.inside = [0]  # that of `WorkerBackend`
         self.waker: Callable[[], object] = _nothing  # set when there is an engine
         # Guards `accepting` and entry into `unanswered`: no job enters after the last sweep.
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.accepting = False
         self.unanswered: dict[int, Job] = {}
         self.numbers = itertools.count(1)
         # Where an engine puts answers; None: `pool_outqueue_get` returns them.
         self.results: deque[Result] | None = None
         # Held while a result is delivered: by the engine's thread, or by a caller that receives.
-        self._delivering = threading.Lock()
+        self._delivering = threading.RLock()
+        # Answers wait for the holder of one of these, so it must not wait for an answer.  They are
+        # reentrant, so that a finalizer which has interrupted the holder can submit tasks.
+        self.guards: list[Any] = [self.lock, self._delivering]
         self.input_readers: set[InputReader] = set()
         self.callbacks = Callbacks(name)
         self.counts = {"submitted": 0, "succeeded": 0, "failed": 0}
@@ -53,12 +54,17 @@ class JobTable:
         """Add a job of this many tasks; return False if the pool accepts no more."""
         if not at_fork.known[0]:
             at_fork.notice_fork()
-        if self.inside[0] == get_ident():
-            raise RuntimeError(INSIDE)
         with self.lock:
             if self.accepting:
                 self.unanswered[job.number] = job
                 self.counts["submitted"] += tasks
+                return True
+        return False
+
+    def is_held_here(self) -> bool:
+        """Whether this is a finalizer that has interrupted a holder of the `guards`."""
+        for guard in self.guards:  # noqa: SIM110 - each wait for an answer runs this
+            if guard._is_owned():
                 return True
         return False
 
@@ -152,7 +158,7 @@ class JobTable:
             self.wake()  # the engine's thread checks whether it was the last job
         job.release()
 
-    def complete_future(self, job: AsyncResult[Any]) -> None:
+    def complete_future(self, job: Any) -> None:
         """Complete the future of an answered job in this thread."""
         try:
             job.call_back()
@@ -202,8 +208,9 @@ class JobTable:
     def after_fork_in_child(self, exc: BaseException) -> None:
         """Fail all jobs: the workers and the threads belong to the parent."""
         # Other threads of the parent may have held these.
-        self._delivering = threading.Lock()
-        self.lock = threading.Lock()
+        self._delivering = threading.RLock()
+        self.lock = threading.RLock()
+        self.guards = [self.lock, self._delivering]
         self.callbacks = Callbacks(self.name)
         self.accepting = False
         self.waker = _nothing

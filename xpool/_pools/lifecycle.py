@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from xpool._calls.results import Job, PickledResult, exception_in
+from xpool._calls.results import INSIDE, Job, PickledResult, exception_in
 from xpool._engine.jobs.states import POOL, PoolEvent, PoolStates, step
 from xpool._pools.callbacks import join_ended
 from xpool._pools.job_table import JobTable
@@ -77,15 +77,14 @@ class Lifecycle:
     def close(self) -> None:
         """Take no more jobs; when all are answered, the engine's thread lets the workers end."""
         self._step(PoolEvent.CLOSE)
-        if not self.runs_here():
-            self._jobs.wake()
+        self._jobs.wake()
 
     def runs_here(self) -> bool:
-        """Whether this is the engine's thread, in a finalizer of the garbage collector.
+        """Whether this is a finalizer that has interrupted the pool's own work in this thread.
 
-        The thread may hold the engine's lock.  It looks at the state of the pool afterwards.
+        The thread is the engine's, or holds a lock of the pool.  So nothing here may wait.
         """
-        return threading.current_thread() is self.thread
+        return threading.current_thread() is self.thread or self._jobs.is_held_here()
 
     def give_up(self, how: str) -> None:
         """Accept no more jobs; ``how`` the pool has ended, for the errors of unanswered ones."""
@@ -148,7 +147,7 @@ class Lifecycle:
         if self._jobs.callbacks.runs_here():
             raise RuntimeError("join() in a callback of the same pool would wait for itself")
         if self.runs_here():
-            raise RuntimeError("join() in a finalizer in the pool's thread would wait for itself")
+            raise RuntimeError(INSIDE)
         if sys.is_finalizing():
             return True  # the pool was terminated, and no other thread runs any more
         deadline = deadline_of(timeout)

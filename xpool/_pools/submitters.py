@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from xpool._calls.options import check_callable, label
-from xpool._calls.results import Job
+from xpool._calls.results import INSIDE, Job
 from xpool._calls.streams import Stream
 from xpool._pools.hooks import Hooks, Task
 from xpool._pools.input_reader import FlowControl, Runs
@@ -142,6 +142,8 @@ class HookSubmitter:
     @shielded
     def cancel(self, job: Job) -> bool:
         """Answer a job with `TaskCancelled` and stop its tasks; return False if it was answered."""
+        if self.jobs.is_held_here():
+            raise RuntimeError(INSIDE)
         story = f"{job.label} was cancelled before it had a result"
         if not self.jobs.fail([job], TaskCancelled(story)):
             return False

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from xpool._calls.results import Job
 from xpool._calls.streams import Stream
 from xpool._engine.threads import HeldTask, ThreadOptions, ThreadWorkers
 from xpool._pools.base import BasePool
 from xpool._pools.hooks import Result, Task, next_result
+from xpool._pools.job_table import JobTable
 from xpool._pools.pool_options import REFUSED_BY_THREADS, PoolOptions, takes
 from xpool._pools.submitters import HookSubmitter
 from xpool._pools.thread_submitter import ThreadSubmitter
@@ -82,7 +82,7 @@ class ThreadPool(BasePool):
         """Return the function that threads call with results; it does not hold the pool."""
         jobs, results = self._jobs, self._results
         if type(self).pool_outqueue_get is ThreadPool.pool_outqueue_get:
-            return _deliverer(jobs.deliver, jobs.complete_future)
+            return _deliverer(jobs)
 
         # A subclass with its own hook gets the results there, in the engine's thread.
         def queue_result(number: int, index: int, ok: bool, value: Any) -> None:
@@ -136,17 +136,16 @@ class ThreadPool(BasePool):
         self._threads.release()
 
 
-def _deliverer(
-    deliver: Callable[[int, int, bool, Any, bool], Job | None],
-    complete_future: Callable[[Any], None],
-) -> Callable[[int, int, bool, Any], None]:
-    """Return a function that calls ``deliver`` in one thread at a time, without a wait.
+def _deliverer(jobs: JobTable) -> Callable[[int, int, bool, Any], None]:
+    """Return a function that calls `JobTable.deliver` in one thread at a time, without a wait.
 
     A thread that waits for a lock would get it before it gets the interpreter, and the other
     threads would have to wait meanwhile.  So the threads would switch at each result.
     """
     waiting: deque[tuple[int, int, bool, Any]] = deque()
-    delivering = threading.Lock()
+    delivering: Any = threading.RLock()
+    jobs.guards.append(delivering)
+    deliver, complete_future = jobs.deliver, jobs.complete_future
     acquire, release = delivering.acquire, delivering.release
 
     def deliver_waiting(error: BaseException | None) -> None:
