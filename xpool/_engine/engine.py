@@ -110,7 +110,7 @@ class Engine:
             parts, self._direct, self._monitor, switchboard, options=options
         )
         self._on_end = options.on_end
-        self._postponed = Postponed(self.lock, self._reactor.nudge)
+        self._postponed = Postponed(self.lock, self._reactor.wake)
         submission = self._submission = Submission(
             self._postponed, self.sched, self._monitor, self._replacement, self._direct
         )
