@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+if sys.platform == "win32":
+    raise ImportError("xpool needs Linux, or another POSIX system such as macOS; it has no Windows")
+
 if TYPE_CHECKING:
     from xpool._calls.results import AsyncResult as AsyncResult
     from xpool._calls.results import MapResult as MapResult

@@ -44,7 +44,8 @@ _PLACES = 10_000
 _SOURCE_BYTES = 4 << 20
 """Size in bytes of the largest source file from which a warning shows its line."""
 
-_KIND = getattr(socket, "SOCK_SEQPACKET", socket.SOCK_DGRAM)
+# Other systems have the constant, but macOS has no such sockets of AF_UNIX.
+_KIND = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
 
 
 class LogSocket:
@@ -82,9 +83,12 @@ class Relay:
 
     def pair(self, worker: int, box: Outbox) -> tuple[LogSocket, int]:
         """Return the two ends of a socket for one worker: the parent's, and the worker's."""
-        ours, theirs = (end.detach() for end in descriptors.pair(_KIND))
-        os.set_blocking(ours, False)
-        return LogSocket(self._first + worker, ours, box), theirs
+        ours, theirs = descriptors.pair(_KIND)
+        if _KIND == socket.SOCK_DGRAM:  # which macOS gives room for 2 KiB
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * LARGEST)
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * LARGEST)
+        ours.setblocking(False)
+        return LogSocket(self._first + worker, ours.detach(), box), theirs.detach()
 
     def receive(self, logs: LogSocket) -> bool:
         """Take a packet, so that every worker has its turn; False: no more can be taken now."""
