@@ -16,12 +16,8 @@ from typing import Any
 from xpool._pickling import Key
 from xpool._pickling.by_value import checks, classes
 from xpool._pickling.by_value.caches import CACHE
-from xpool._pickling.by_value.entries import LEFT_NONE, PLACED, REFUSED, SentGroup
-from xpool._pickling.by_value.functions import (
-    annotations_of,
-    parts_of_function,
-    set_since_import,
-)
+from xpool._pickling.by_value.entries import Kind, SentGroup
+from xpool._pickling.by_value.functions import annotations_of, parts_of_function, set_since_import
 from xpool._pickling.by_value.names import is_shared_by_all, is_simple
 from xpool._pickling.by_value.origin import (
     IMPORTED,
@@ -162,7 +158,7 @@ class Compared:
         self._spaces = [(space, len(space)) for space in spaces]
         apart = set[Key]()
         for group in groups:
-            if group.kind not in (PLACED, REFUSED, LEFT_NONE):
+            if group.kind not in (Kind.PLACED, Kind.REFUSED, Kind.LEFT_NONE):
                 continue
             apart.update(group.keys)
             if not all(map(checks.is_final, group.keys)) and any(

@@ -13,11 +13,13 @@ from xpool._pickling.by_value.registered_calls import CALLS
 from xpool._pickling.pickler import Pickled, write_group
 from xpool._pickling.reducers import Group
 
-(
-    SETTINGS, IMPORTS, MODULE, FUNCTION, CLASS, VALUES, PLACED, REFUSED, LEFT_NONE, REMOVED, CALL,
-    IMPORTED_AS, USED, DEFAULTS,
-) = range(14)  # fmt: skip
-"""Kinds of entries."""
+
+class Kind:
+    """The kinds of entries."""
+
+    SETTINGS, IMPORTS, MODULE, FUNCTION, CLASS, VALUES, PLACED = range(7)
+    REFUSED, LEFT_NONE, REMOVED, CALL, IMPORTED_AS, USED, DEFAULTS = range(7, 14)
+
 
 Entry = tuple[Any, ...]
 """``(kind, serial, first, keys, data)``.  With ``first``, the program has not changed it since it
@@ -43,7 +45,7 @@ class SentGroup:
         self.leads = False  # whether the values use other globals
 
     def entry(self) -> Entry:
-        data = self.data.parts[1] if self.kind == PLACED else self.data
+        data = self.data.parts[1] if self.kind == Kind.PLACED else self.data
         return self.kind, self.serial, self.first, self.keys, data
 
 
