@@ -213,32 +213,19 @@ def encode(
         if spans is not None and spans.again:
             result = _finish(pickler, _run_fast, obj, layout=layout, home=home, recurse=recurse)
         else:
-            chunks, buffers = pickler.chunks, pickler.buffers
-            data: bytes | memoryview
-            data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-            if not home:
-                book = layout.book or reducers.script.anyone
-                preface = book.preface(pickler, layout, told)
-                if preface is not None:
-                    state, blocks = preface
-                    data = state + data[2:]  # without the opcode PROTO
-                    if blocks:
-                        buffers[:0] = blocks
-            pickler.names.clear()
-            small = len(data) < INLINE_BELOW
-            if buffers or not (small or layout.lessor is None):
-                data = frame.pack((data,), buffers, layout, pickler.shared)
-                # Cleared now, because they hold memory.
-                buffers.clear()
-                pickler.shared.clear()
-            if small:  # after a larger message, the pickler would keep too much memory
+            message = _message(pickler, layout, home, told)
+            # Cleared now, because they hold memory.
+            pickler.buffers.clear()
+            pickler.shared.clear()
+            if sum(map(len, pickler.chunks)) < INLINE_BELOW:  # else it would keep too much memory
                 pickler.tensors = None
+                pickler.names.clear()
                 pickler.spaces.clear()
-                chunks.clear()
+                pickler.chunks.clear()
                 pickler.clear_memo()
                 # Appended last, because another thread may now use it.
                 _at_rest.append(pickler)
-            return data
+            return message
     return _message(result, layout, home, told)
 
 
@@ -453,7 +440,7 @@ def fails(obj: Any) -> BaseException | None:
 
 
 def _message(
-    result: Pickled, layout: Layout, home: bool, told: frozenset[Key] = frozenset()
+    result: Any, layout: Layout, home: bool, told: frozenset[Key] = frozenset()
 ) -> bytes | memoryview:
     chunks, buffers = result.chunks, result.buffers
     book = layout.book or reducers.script.anyone
