@@ -11,7 +11,7 @@ from xpool._pickling import Key
 from xpool._pickling.by_value.origin import owner_of
 from xpool._pickling.by_value.registered_calls import CALLS
 from xpool._pickling.pickler import Pickled, write_group
-from xpool._pickling.reducers import Group
+from xpool._pickling.reducers import Group, Instead
 
 
 class Kind:
@@ -81,22 +81,15 @@ def write_values(
     if len(values) == 1:
         return write_group(values[0], group, out_of_band)
     pairs = zip(keys, values)
-    written = [_Attribute(key, value) if "." in key[1] else value for key, value in pairs]
+    written = [
+        Instead(early_attribute, (*key, value)) if "." in key[1] else value for key, value in pairs
+    ]
     return write_group(written, group, out_of_band)
 
 
-class _Attribute:
-    """Takes the place of the value of an attribute.  It is set before the rest of its group has
-    arrived, because code that loads the rest may use it."""
-
-    def __init__(self, key: Key, value: Any) -> None:
-        self._key, self._value = key, value
-
-    def __reduce__(self) -> Any:
-        return early_attribute, (*self._key, self._value)
-
-
 def early_attribute(module: str, path: str, value: Any) -> Any:
+    """Set an attribute before the rest of its group has arrived: code that loads the rest may use
+    it."""
     owner, name = owner_of((module, path)), path.rpartition(".")[2]
     if isinstance(owner, type) and vars(owner).get(name, owner) is None:
         type.__setattr__(owner, name, value)

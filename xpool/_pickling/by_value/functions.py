@@ -49,6 +49,7 @@ from xpool._pickling.reducers import (
     LAZY,
     NEW,
     Context,
+    Instead,
     Refused,
     register,
     set_attributes,
@@ -57,19 +58,6 @@ from xpool._python.hidden import CachedFunction
 from xpool._python.interrupt import pass_on
 
 # -- functions ----------------------------------------------------------------------------
-
-
-class _Space:
-    """The globals of functions if they are not those of a module, or are copied (`recurse`).
-
-    In the receiver, functions with the same globals share a dict.
-    """
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
-
-    def __reduce__(self) -> Any:
-        return _make_space, (self.values.get("__name__"),)
 
 
 def _make_space(name: Any) -> dict[str, Any]:
@@ -98,9 +86,9 @@ def _reduce_function(pickler: Context, function: FunctionType) -> Any:
         if helpers and origin_of(module) != SENT:
             state["helpers"] = {name: values[name] for name in helpers}
     else:
-        space = pickler.spaces.get(id(values))
-        if space is None:
-            space = pickler.spaces[id(values)] = _Space(values)
+        # They are no module's, or are copied (`recurse`).  In the receiver, functions with the same
+        # globals share a dict.
+        space = pickler.spaces.setdefault(id(values), Instead(_make_space, (module,)))
         state["globals"] = {name: values[name] for name in names if name in values}
     if function.__module__ != module:  # functools.wraps
         state["__module__"] = function.__module__
@@ -507,17 +495,13 @@ def _lazy_locks() -> None:
         args = tuple(given[name] for name in needed)
         if in_python and init.__code__.co_flags & _VARKEYWORDS:
             # `__init__(self, **settings)` makes these attributes of what it was called with.
-            return type(obj), args, {**given}, None, None, set_local
+            return type(obj), args, {**given}, None, None, set_attributes
         return type(obj), args
 
     rlock = type(threading.RLock())
     register(type(threading.Lock()), rlock)(reduce_lock)
     register(threading.local)(reduce_local)
     FOR_SUBCLASSES[threading.local] = reduce_local
-
-
-def set_local(local: Any, attributes: dict[str, Any]) -> None:
-    vars(local).update(attributes)
 
 
 _VARKEYWORDS = 0x08  # `inspect.CO_VARKEYWORDS`

@@ -89,7 +89,7 @@ from xpool._pickling.by_value.reads import is_open, of_annotations, of_compiled,
 from xpool._pickling.by_value.registered_calls import CALLS, registered
 from xpool._pickling.frame import INLINE_BELOW, PREPARE, Layout, preparation
 from xpool._pickling.pickler import write_global, write_group
-from xpool._pickling.reducers import Group, in_place
+from xpool._pickling.reducers import Group, Instead, in_place, of_module
 from xpool._python import at_fork, hidden
 from xpool._python.hidden import CachedFunction
 
@@ -522,7 +522,7 @@ class Book:
         if home is not None:  # the worker's own, by its name
             self._named[id(value)] = home
             node = Node(compared.PLAIN, value)
-            node.written = write_group(reducers.InModule(home), Group({}, {}), True)
+            node.written = write_group(Instead(of_module, home), Group({}, {}), True)
             return node
         node = Node(compared.DATA, value)
         group = Group({id(value): key}, self._named, [], self._maps, self._checked)

@@ -628,9 +628,11 @@ class Loggers(Row):
 
 
 _AS_MADE: tuple[Any, ...] = (0, True, False, (), ())
-_OF_LOGGERS = frozenset(
+OF_LOGGERS = frozenset(
     {"name", "level", "parent", "propagate", "handlers", "disabled", "filters", "manager", "_cache"}
 )
+"""Attributes of every logger."""
+
 SIMPLE = (int, float, str, bytes, bool, type(None))
 
 
@@ -644,7 +646,7 @@ def _way_of(logger: Any) -> tuple[Any, ...]:
 
 def _own(logger: Any) -> tuple[tuple[str, Any], ...]:
     """Return the attributes of a logger that are the program's."""
-    return tuple(one for one in _simple(logger) if one[0] not in _OF_LOGGERS)
+    return tuple(one for one in _simple(logger) if one[0] not in OF_LOGGERS)
 
 
 def _simple(obj: Any) -> tuple[tuple[str, Any], ...]:
