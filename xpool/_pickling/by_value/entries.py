@@ -56,7 +56,6 @@ class State(bytes):
     tokens: list[Block]  # blocks that the state names
     place: Any  # the broadcast, if the state is large
     brings: frozenset[Key]
-    written: bytes  # the pickled entries
 
 
 def order(keys: tuple[Key, ...], leads: bool) -> tuple[Any, ...]:

@@ -125,11 +125,10 @@ class Book:
         # Keys of the globals that every message brings: those that have changed since they were
         # first sent, too.
         self._always: frozenset[Key] = frozenset()
-        self._states: dict[frozenset[Key], State] = {}  # of this epoch, by the messages' names
-        # The states that match the globals as `_noted` has recorded them; `_noted` has this dict.
+        # The states that match the globals as `_noted` has recorded them, by the messages' names;
+        # `_noted` has this dict.
         self._fresh: dict[frozenset[Key], State] = {}
         self._epoch = 0
-        self._of_epoch: Any = None  # the serial numbers of all entries of this epoch
         self._settings: settings.Snapshot | None = None
         self._imports: tuple[str, ...] = ()
         self._generation = 0  # the generation of the origins of modules
@@ -154,7 +153,7 @@ class Book:
         self._nodes, self._noted, self._compared = {}, None, None
         self._checked, self._known = {}, {}
         self.told, self._named = frozenset(), {}
-        self._states, self._fresh = {}, {}
+        self._fresh = {}
 
     # -- comparing --------------------------------------------------------------------------------
 
@@ -307,24 +306,14 @@ class Book:
             self._find(layout, self.told)
         if changed or now is not self._settings:
             self._noted = None
-            self._settings, self._fresh = now, {}
-            serials_now = (
-                now.serial,
-                self._imports,
-                {key: node.serial for key, node in self._nodes.items() if node.serial},
-                {keys: group.serial for keys, group in self._groups.items()},
-            )
-            if serials_now != self._of_epoch:
-                self._states.clear()
-                self._epoch, self._of_epoch = next(serials), serials_now
+            self._settings, self._fresh, self._epoch = now, {}, next(serials)
             assert self._compared is not None
             self._noted = self._looked_at, self._compared.at_once, now, self._fresh
         elif state is not None:
             return state
-        if len(self._states) >= _MOST_STATES:
+        if len(self._fresh) >= _MOST_STATES:
             self._fresh.clear()
-            self._states.clear()
-        state = self._states[wanted] = self._fresh[wanted] = self._write(layout, wanted)
+        state = self._fresh[wanted] = self._write(layout, wanted)
         return state
 
     def _of_all(self) -> set[Key]:
@@ -722,15 +711,11 @@ class Book:
         """Return the state for messages that use these names."""
         brings = frozenset(self._used_by(names | self._always) & self._nodes.keys())
         entries, places = self._entries(brings)
-        written = whole = pickle.dumps(entries, 5)
+        written = pickle.dumps(entries, 5)
         if len(written) >= INLINE_BELOW and brings != self.told:  # there is one large state
             if self.told not in self._fresh:
-                every = self._write(layout, self.told)
-                self._states[self.told] = self._fresh[self.told] = every
+                self._fresh[self.told] = self._write(layout, self.told)
             return self._fresh[self.told]
-        old = self._states.get(names)
-        if old is not None and old.written == written:
-            return old
         tokens = [token for place in places if (token := place.parts[0]) is not None]
         place = about = None
         if len(written) >= INLINE_BELOW and layout.publisher is not None:
@@ -747,7 +732,6 @@ class Book:
         state = State(preparation(body, len(tokens)))
         state.by_name = preparation(body, len(tokens), _BY_NAME)
         state.tokens, state.brings, state.place = tokens, brings, place
-        state.written = whole
         return state
 
 
