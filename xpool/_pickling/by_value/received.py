@@ -38,14 +38,15 @@ from xpool._pickling.by_value.origin import (
     MODULES,
     SENT,
     Parts,
+    code_of,
     find_module,
     is_program,
     key_of_alias,
     loose,
-    modules,
     name_of,
     namespace,
     origin_of,
+    own_modules,
     own_packages,
     owner_of,
     place_of,
@@ -271,23 +272,18 @@ def _set_in_late_modules(before: dict[Key, Any], kept: set[Key]) -> None:
 @functools.lru_cache(1)
 def _own_modules(_: int) -> list[str]:
     """Return the program's own modules that are imported here; the argument changes with these."""
-    tops = {top for top in {name.partition(".")[0] for name, _ in modules()} if is_program(top)}
     return [
         name
-        for name, module in modules()
-        if name.partition(".")[0] in tops
-        and name_of(module) == name
-        and origin_of(name) == IMPORTED
+        for name, module in own_modules()
+        if name_of(module) == name and origin_of(name) == IMPORTED
     ]
 
 
 @functools.cache
 def _imported_names(module: str) -> frozenset[Key]:
     """Return the globals that the import statements at the top of a module name."""
-    spec = namespace(module).get("__spec__")
-    get_code = getattr(getattr(spec, "loader", None), "get_code", None)
-    code = None if get_code is None else get_code(module)
-    if code is None:  # of a module in C
+    code = code_of(find_module(module))
+    if code is None:
         return frozenset()
     package = namespace(module).get("__package__")
     # Without functions and classes, whose imports bind no names of the module.
