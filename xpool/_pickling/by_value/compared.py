@@ -146,7 +146,6 @@ class Compared:
         maps: bool,
     ) -> None:
         self._named, self._stateless, self._maps = named, stateless, maps
-        self._gone: list[tuple[Any, str]] = []
         self._data: list[tuple[Any, str, int]] = []
         self._classes: list[tuple[Any, list[int], tuple[Any, ...]]] = []
         self._registrations = get_cache_token()  # of abstract base classes
@@ -172,11 +171,11 @@ class Compared:
             holder, name = place_of(key)
             if holder is None or node.kind == CALL:
                 continue
+            if node.kind in (GONE, DATA):
+                self._data.append((holder, name, node.id))
             if node.kind == GONE:
-                self._gone.append((holder, name))
                 continue
             if node.kind == DATA:
-                self._data.append((holder, name, node.id))
                 value = holder.get(name)
                 if node.written is not None and key not in apart and not is_generator(value):
                     small.append((key, holder, name))
@@ -202,15 +201,13 @@ class Compared:
         self._small = [one[1:] for one in sorted(small, key=lambda one: one[0])]
         # If they cannot be pickled, b"" equals no later pickle, and all is looked at again.
         self._small_bytes = (self._write_small() if small else None) or b""
-        parts = [(one, one.__code__, one.__defaults__, one.__kwdefaults__) for one in imported]
-        functions += (one for one in parts if not one[0].__dict__)
+        functions += ((one, one.__code__, one.__defaults__, one.__kwdefaults__) for one in imported)
         # With the copy, the values are alive, and no other object has the id of one.
-        whole = [(*one, _named(one[3]), one[3] and dict(one[3])) for one in functions]
-        self._with_attributes = [
-            (one, parts_of_function(one), len(one.__dict__)) for one in imported if one.__dict__
+        whole = [
+            (*one, _named(one[3]), len(one[0].__dict__), one[3] and dict(one[3]))
+            for one in functions
         ]
-        more = self._stateless or self._gone or self._data or self._classes or self._changing
-        more = more or self._with_attributes
+        more = self._stateless or self._data or self._classes or self._changing
         self.at_once = self._spaces, main, len(main), same, whole, bool(more or self.if_used)
 
     def has_grown(self) -> bool:
@@ -221,8 +218,6 @@ class Compared:
         """Whether the values that need more than identity are unchanged, except `if_used`."""
         if any(map(vars, self._stateless)):
             return False
-        if any(name in holder for holder, name in self._gone):
-            return False
         for holder, name, ident in self._data:
             if id(holder.get(name, MISSING)) != ident:
                 return False
@@ -231,10 +226,6 @@ class Compared:
                 return False
         if self._classes and get_cache_token() != self._registrations:
             return False
-        for function, parts, count in self._with_attributes:
-            same = same_parts(parts, parts_of_function(function))
-            if not same or len(function.__dict__) != count:
-                return False
         for cls, definition in self._changing:
             if classes.definition_of(cls) is not definition:
                 return False

@@ -194,13 +194,13 @@ class Book:
                         break
             except KeyError:
                 holds = False
-            for function, code, defaults, kwdefaults, named, _ in functions:
+            for function, code, defaults, kwdefaults, named, attributes, _ in functions:
                 if (
                     function.__code__ is not code
                     or function.__defaults__ is not defaults
                     or function.__kwdefaults__ is not kwdefaults
                     or (named is not None and [*kwdefaults, *map(id, kwdefaults.values())] != named)
-                    or function.__dict__
+                    or len(function.__dict__) != attributes
                 ):
                     holds = False
                     break
