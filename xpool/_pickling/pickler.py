@@ -65,7 +65,8 @@ class _FastPickler(reducers.Context, pickle.Pickler):
         self.names: set[Key] = set()
         self.spaces: dict[int, Any] = {}
         file = SimpleNamespace(write=self.chunks.append)
-        super().__init__(file, 5, buffer_callback=_placer(layout, self.buffers, self.shared))
+        place = partial(_place, layout.out_of_band, self.buffers, self.shared)
+        super().__init__(file, 5, buffer_callback=place)
 
     reducer_override = reducer_override
 
@@ -93,18 +94,10 @@ class _GroupPickler(_FastPickler):
         return reducer_override(self, obj) if name is None else reducers.by_place(*name)
 
 
-def _placer(
-    layout: Layout, buffers: list[PickleBuffer], shared: dict[int, Block]
-) -> Callable[[PickleBuffer], bool] | None:
-    """Return the buffer callback of a pickler.  It returns True to keep a buffer in the pickle."""
-    if layout.out_of_band or layout.arena is not None:
-        return partial(_place, layout.out_of_band, buffers, shared)
-    return None
-
-
 def _place(
     out_of_band: bool, buffers: list[PickleBuffer], shared: dict[int, Block], buffer: PickleBuffer
 ) -> bool:
+    """Take a buffer out of the pickle; return True to keep it in the pickle."""
     # A buffer that already is a block is sent by name, even if it is small.
     if id(buffer) not in shared and not (out_of_band and buffer.raw().nbytes >= INLINE_BELOW):
         return True
@@ -411,8 +404,8 @@ def _dill_pickler() -> Any:
 
 def _run_dill(obj: Any, layout: Layout, **options: Any) -> Any:
     file, buffers, shared = io.BytesIO(), list[PickleBuffer](), dict[int, Block]()
-    callback = _placer(layout, buffers, shared)
-    slow = _dill_pickler()(file, options.get("recurse", False), callback)
+    place = partial(_place, layout.out_of_band, buffers, shared)
+    slow = _dill_pickler()(file, options.get("recurse", False), place)
     vars(slow).update(options, layout=layout, buffers=buffers, shared=shared)
     try:
         slow.dump(obj)
