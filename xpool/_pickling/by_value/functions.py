@@ -458,16 +458,13 @@ def _lazy_dataclasses() -> None:
     """Register a reducer that pickles the markers in ``__dataclass_fields__`` by name."""
     import dataclasses
 
-    marks = {one: name for name, one in vars(dataclasses).items() if _is_mark(one)}
+    named = vars(dataclasses).items()
+    marks = {one: name for name, one in named if type(one).__module__ == "dataclasses"}
 
     def reduce_mark(pickler: Context, obj: Any) -> Any:
         return (getattr, (dataclasses, marks[obj])) if obj in marks else NotImplemented
 
     register(*map(type, marks))(reduce_mark)
-
-
-def _is_mark(obj: Any) -> bool:
-    return type(obj).__module__ == "dataclasses"
 
 
 LAZY["dataclasses"] = _lazy_dataclasses
@@ -509,10 +506,30 @@ _VARKEYWORDS = 0x08  # `inspect.CO_VARKEYWORDS`
 LAZY["_thread"] = _lazy_locks
 
 
+# -- lazy imports (PEP 810) ------------------------------------------------------------------
+
+# ``lazy import torch`` binds an object, which Python replaces by the module when the global is
+# first used.  If it has not been used, it is sent as such a statement, and the worker imports the
+# module when a task uses it.
+
+
+def lazy_import(module: str, name: str) -> Any:
+    """Return the object of ``lazy import module``, or of ``lazy from module import name``."""
+    statement = f"lazy from {module} import {name} as it" if name else f"lazy import {module}"
+    namespace: dict[str, Any] = {}
+    exec(statement, namespace)
+    # The namespace is separate, because the first use of a global would do the import.
+    return namespace["it" if name else module.partition(".")[0]]
+
+
 if sys.version_info >= (3, 15):
     from types import LazyImportType
 
     @register(LazyImportType)
     def _reduce_lazy_import(pickler: Context, obj: Any) -> Any:
-        # `-X lazy_imports=all` would make an import statement lazy.
-        return import_module("xpool._pickling.by_value.lazy_imports").reduce(obj)
+        # Only the repr contains the name of the module.  The object of `lazy from` refers to
+        # another such object, that of the module.
+        module, name = repr(obj).removeprefix("<lazy_import '").removesuffix("'>"), ""
+        if any(type(part) is LazyImportType for part in gc.get_referents(obj)):
+            module, _, name = module.rpartition(".")
+        return lazy_import, (module, name)
