@@ -284,7 +284,7 @@ def _maker(metaclass: type) -> type:
     )
 
 
-def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
+def _state(cls: Any, skip: frozenset[str]) -> dict[str, Any]:
     state = {}
     for name, value in list(vars(cls).items()):
         if name in skip or name in _MADE_BY_PYTHON:
@@ -304,7 +304,7 @@ def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
     if isinstance(cls, enum.EnumMeta):
         state["_member_map_"] = special_classes.member_attributes(cls)
     if special_classes.is_namedtuple(cls):
-        state["_field_defaults"] = special_classes.arguments_of(cls)
+        state["_field_defaults"] = cls.__new__.__defaults__
     return state
 
 

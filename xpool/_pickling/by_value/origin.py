@@ -603,10 +603,6 @@ def spec_of(name: str, in_worker: bool = False) -> Any:
             return None
         # Finders search `sys.path` for None, but nothing is below a module that is no package.
         path = above.submodule_search_locations or []
-    return _find_spec(name, path, in_worker)
-
-
-def _find_spec(name: str, path: Any, in_worker: bool) -> Any:
     finder: Any
     for finder in (importlib.machinery.PathFinder, *sys.meta_path):
         maker = getattr(finder, "__module__", "")

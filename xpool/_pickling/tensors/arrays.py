@@ -109,7 +109,7 @@ def _reduce(pickler: Context, array: Any) -> Any:
     seen = Seen.of(pickler)
     # In the first run, addresses are determined at the end, and only if arrays can alias at all.
     if seen.plan is None:
-        seen.note_array(array)
+        seen.arrays.append(array)
         if flags.c_contiguous and size < INLINE_BELOW:
             data = bytearray(array.tobytes())
             if flags.writeable:
