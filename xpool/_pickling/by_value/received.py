@@ -262,7 +262,7 @@ def _set_in_late_modules(before: dict[Key, Any], kept: set[Key]) -> None:
     replaced = {
         key: value for key, value in before.items() if key not in kept and value is not MISSING
     }
-    for name in set(_own_modules(len(sys.modules))) - _incoming.used if replaced else ():
+    for name in set(_own_modules((*sys.modules,))) - _incoming.used if replaced else ():
         values = namespace(name)
         for key in _imported_names(name) & replaced.keys():
             if values.get(key[1], MISSING) is replaced[key]:
@@ -270,8 +270,8 @@ def _set_in_late_modules(before: dict[Key, Any], kept: set[Key]) -> None:
 
 
 @functools.lru_cache(1)
-def _own_modules(_: int) -> list[str]:
-    """Return the program's own modules that are imported here; the argument changes with these."""
+def _own_modules(_: tuple[str, ...]) -> list[str]:
+    """Return the program's own modules that are imported here; the argument has all names."""
     return [
         name
         for name, module in own_modules()
