@@ -471,18 +471,12 @@ def with_nested(path: str, cls: type) -> Iterator[tuple[str, type]]:
             yield from with_nested(inner[1], one)
 
 
-def parts_of(cls: type) -> tuple[list[tuple[Any, Any, Any, Any]], bool]:
-    """Return the functions of a class whose parts are compared by identity, and whether it has
-    other parts that may be changed in place."""
-    functions = [
-        (one, one.__code__, one.__defaults__, one.__kwdefaults__)
-        for _, _, one in methods(cls)
-        if not one.__dict__
-    ]
+def may_change(cls: type) -> bool:
+    """Whether a class has parts, other than those of functions, that may be changed in place."""
     definition = _entry_of(cls).definitions.get(False)
     inside = () if definition is None else definition.classes
     owners = (_entry_of(owner) for _, owner in with_nested(cls.__qualname__, cls))
-    return functions, any(entry.changes for entry in (*owners, *inside))
+    return any(entry.changes for entry in (*owners, *inside))
 
 
 # -- loading a definition -------------------------------------------------------------------

@@ -165,7 +165,7 @@ class Compared:
             ):
                 self.if_used.append((group, [place_of(key) for key in group.keys]))
         small, functions = [], list[tuple[Any, Any, Any, Any]]()
-        imported = list[Any]()  # functions and methods that workers import
+        methods = list[Any]()  # also functions that workers import
         same = [(sys.modules, "__main__", sys.modules.get("__main__"))]
         for key, node in nodes.items():
             holder, name = place_of(key)
@@ -187,21 +187,20 @@ class Compared:
                 if node.kind == FUNCTION:
                     functions.append((node.value, *node.parts[:3]))
                 else:
-                    imported.append(node.value)
+                    methods.append(node.value)
             elif issubclass(type(node.value), type) and node.kind in (CLASS, NAMED):
                 for _, owner in classes.with_nested(key[1], node.value):
                     self._classes.append((owner, [*map(id, vars(owner).values())], owner.__bases__))
                 if node.kind == CLASS:
-                    methods, changes = classes.parts_of(node.value)
-                    functions += methods
-                    if changes:
+                    methods += (one for _, _, one in classes.methods(node.value))
+                    if classes.may_change(node.value):
                         self._changing.append((node.value, node.parts))
                 else:
-                    imported += (one for _, one in classes.plain_methods(node.value))
+                    methods += (one for _, one in classes.plain_methods(node.value))
         self._small = [one[1:] for one in sorted(small, key=lambda one: one[0])]
         # If they cannot be pickled, b"" equals no later pickle, and all is looked at again.
         self._small_bytes = (self._write_small() if small else None) or b""
-        functions += ((one, one.__code__, one.__defaults__, one.__kwdefaults__) for one in imported)
+        functions += ((one, one.__code__, one.__defaults__, one.__kwdefaults__) for one in methods)
         # With the copy, the values are alive, and no other object has the id of one.
         whole = [
             (*one, _named(one[3]), len(one[0].__dict__), one[3] and dict(one[3]))
