@@ -800,6 +800,30 @@ def test_a_module_that_only_tasks_import(tmp_path):
     )
 
 
+IN_TURN = """
+    import sys
+    import registry
+    from xpool import Pool
+
+    def task(name, other):
+        sys.modules.pop(other, None)
+        return __import__(name).number, registry.number
+
+    if __name__ == "__main__":
+        with Pool(1) as pool:
+            for step, names in enumerate([("one", "two")] * 3 + [("two", "one")] * 2):
+                registry.number = step
+                print(pool.apply(task, names), end=" ")
+"""
+
+
+def test_a_module_that_a_task_imports_in_the_place_of_another(tmp_path):
+    """There are as many modules as before, and the new one gets the globals as they are, too."""
+    modules = dict.fromkeys(("one", "two"), "from registry import number")
+    found = run(tmp_path, IN_TURN, registry="number = 0", **modules)
+    assert found == "(0, 0) (1, 1) (2, 2) (3, 3) (4, 4)"
+
+
 PATCHED = """
     import patches
     from items import Items

@@ -214,15 +214,15 @@ _LOCK = (
     "Processes cannot share a thread's lock; make one in the worker's initializer, or pass one of "
     "multiprocessing in initargs=."
 )
+_OF_FILES = dict.fromkeys(
+    ("TextIOWrapper", "BufferedReader", "BufferedWriter", "BufferedRandom", "FileIO"),
+    "Send the file's path and open it in the worker.",
+)
 _HINTS = {
     "generator": "Send list(generator), or have the worker make the generator.",
     "lock": _LOCK,
     "RLock": _LOCK,
-    "TextIOWrapper": "Send the file's path and open it in the worker.",
-    "BufferedReader": "Send the file's path and open it in the worker.",
-    "BufferedWriter": "Send the file's path and open it in the worker.",
-    "BufferedRandom": "Send the file's path and open it in the worker.",
-    "FileIO": "Send the file's path and open it in the worker.",
+    **_OF_FILES,
     "module": "Make it with a name of its own, or put it into sys.modules under this name.",
     "coroutine": "Send the coroutine function and its arguments, and run it in the worker.",
 }

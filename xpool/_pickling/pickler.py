@@ -65,7 +65,8 @@ class _FastPickler(reducers.Context, pickle.Pickler):
         self.names: set[Key] = set()
         self.spaces: dict[int, Any] = {}
         file = SimpleNamespace(write=self.chunks.append)
-        super().__init__(file, 5, buffer_callback=_placer(layout, self.buffers, self.shared))
+        place = partial(_place, layout.out_of_band, self.buffers, self.shared)
+        super().__init__(file, 5, buffer_callback=place)
 
     reducer_override = reducer_override
 
@@ -93,18 +94,10 @@ class _GroupPickler(_FastPickler):
         return reducer_override(self, obj) if name is None else reducers.by_place(*name)
 
 
-def _placer(
-    layout: Layout, buffers: list[PickleBuffer], shared: dict[int, Block]
-) -> Callable[[PickleBuffer], bool] | None:
-    """Return the buffer callback of a pickler.  It returns True to keep a buffer in the pickle."""
-    if layout.out_of_band or layout.arena is not None:
-        return partial(_place, layout.out_of_band, buffers, shared)
-    return None
-
-
 def _place(
     out_of_band: bool, buffers: list[PickleBuffer], shared: dict[int, Block], buffer: PickleBuffer
 ) -> bool:
+    """Take a buffer out of the pickle; return True to keep it in the pickle."""
     # A buffer that already is a block is sent by name, even if it is small.
     if id(buffer) not in shared and not (out_of_band and buffer.raw().nbytes >= INLINE_BELOW):
         return True
@@ -213,32 +206,19 @@ def encode(
         if spans is not None and spans.again:
             result = _finish(pickler, _run_fast, obj, layout=layout, home=home, recurse=recurse)
         else:
-            chunks, buffers = pickler.chunks, pickler.buffers
-            data: bytes | memoryview
-            data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-            if not home:
-                book = layout.book or reducers.script.anyone
-                preface = book.preface(pickler, layout, told)
-                if preface is not None:
-                    state, blocks = preface
-                    data = state + data[2:]  # without the opcode PROTO
-                    if blocks:
-                        buffers[:0] = blocks
-            pickler.names.clear()
-            small = len(data) < INLINE_BELOW
-            if buffers or not (small or layout.lessor is None):
-                data = frame.pack((data,), buffers, layout, pickler.shared)
-                # Cleared now, because they hold memory.
-                buffers.clear()
-                pickler.shared.clear()
-            if small:  # after a larger message, the pickler would keep too much memory
+            message = _message(pickler, layout, home, told)
+            # Cleared now, because they hold memory.
+            pickler.buffers.clear()
+            pickler.shared.clear()
+            if sum(map(len, pickler.chunks)) < INLINE_BELOW:  # else it would keep too much memory
                 pickler.tensors = None
+                pickler.names.clear()
                 pickler.spaces.clear()
-                chunks.clear()
+                pickler.chunks.clear()
                 pickler.clear_memo()
                 # Appended last, because another thread may now use it.
                 _at_rest.append(pickler)
-            return data
+            return message
     return _message(result, layout, home, told)
 
 
@@ -424,8 +404,8 @@ def _dill_pickler() -> Any:
 
 def _run_dill(obj: Any, layout: Layout, **options: Any) -> Any:
     file, buffers, shared = io.BytesIO(), list[PickleBuffer](), dict[int, Block]()
-    callback = _placer(layout, buffers, shared)
-    slow = _dill_pickler()(file, options.get("recurse", False), callback)
+    place = partial(_place, layout.out_of_band, buffers, shared)
+    slow = _dill_pickler()(file, options.get("recurse", False), place)
     vars(slow).update(options, layout=layout, buffers=buffers, shared=shared)
     try:
         slow.dump(obj)
@@ -453,7 +433,7 @@ def fails(obj: Any) -> BaseException | None:
 
 
 def _message(
-    result: Pickled, layout: Layout, home: bool, told: frozenset[Key] = frozenset()
+    result: Any, layout: Layout, home: bool, told: frozenset[Key] = frozenset()
 ) -> bytes | memoryview:
     chunks, buffers = result.chunks, result.buffers
     book = layout.book or reducers.script.anyone

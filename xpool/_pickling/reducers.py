@@ -177,14 +177,14 @@ def _clear(obj: Any, _: object) -> None:
     getattr(obj, "__dict__", {}).clear()
 
 
-class InModule:
-    """Takes the place of an object that is written by the name of a global."""
+class Instead:
+    """Takes the place of an object whose reduction is known."""
 
-    def __init__(self, place: Key) -> None:
-        self._place = place
+    def __init__(self, *reduction: Any) -> None:
+        self._reduction = reduction
 
     def __reduce__(self) -> Any:
-        return of_module, self._place
+        return self._reduction
 
 
 def register(*types: type) -> Callable[[Reducer], Reducer]:

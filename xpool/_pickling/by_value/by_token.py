@@ -87,7 +87,7 @@ def _place_of(pickler: Context, obj: object) -> tuple[str, str] | None:
         places = pickler.spaces[0] = {}
         for module in program_modules():
             for name, value in list(namespace(module).items()):
-                if type(value) is object or has_no_state(value):
+                if has_no_state(value):
                     places.setdefault(id(value), (module, name))
     found: tuple[str, str] | None = places.get(id(obj))
     return found

@@ -284,7 +284,7 @@ def _maker(metaclass: type) -> type:
     )
 
 
-def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
+def _state(cls: Any, skip: frozenset[str]) -> dict[str, Any]:
     state = {}
     for name, value in list(vars(cls).items()):
         if name in skip or name in _MADE_BY_PYTHON:
@@ -304,7 +304,7 @@ def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
     if isinstance(cls, enum.EnumMeta):
         state["_member_map_"] = special_classes.member_attributes(cls)
     if special_classes.is_namedtuple(cls):
-        state["_field_defaults"] = special_classes.arguments_of(cls)
+        state["_field_defaults"] = cls.__new__.__defaults__
     return state
 
 
@@ -471,18 +471,12 @@ def with_nested(path: str, cls: type) -> Iterator[tuple[str, type]]:
             yield from with_nested(inner[1], one)
 
 
-def parts_of(cls: type) -> tuple[list[tuple[Any, Any, Any, Any]], bool]:
-    """Return the functions of a class whose parts are compared by identity, and whether it has
-    other parts that may be changed in place."""
-    functions = [
-        (one, one.__code__, one.__defaults__, one.__kwdefaults__)
-        for _, _, one in methods(cls)
-        if not one.__dict__
-    ]
+def may_change(cls: type) -> bool:
+    """Whether a class has parts, other than those of functions, that may be changed in place."""
     definition = _entry_of(cls).definitions.get(False)
     inside = () if definition is None else definition.classes
     owners = (_entry_of(owner) for _, owner in with_nested(cls.__qualname__, cls))
-    return functions, any(entry.changes for entry in (*owners, *inside))
+    return any(entry.changes for entry in (*owners, *inside))
 
 
 # -- loading a definition -------------------------------------------------------------------

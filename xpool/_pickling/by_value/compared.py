@@ -16,12 +16,8 @@ from typing import Any
 from xpool._pickling import Key
 from xpool._pickling.by_value import checks, classes
 from xpool._pickling.by_value.caches import CACHE
-from xpool._pickling.by_value.entries import LEFT_NONE, PLACED, REFUSED, SentGroup
-from xpool._pickling.by_value.functions import (
-    annotations_of,
-    parts_of_function,
-    set_since_import,
-)
+from xpool._pickling.by_value.entries import Kind, SentGroup
+from xpool._pickling.by_value.functions import annotations_of, parts_of_function, set_since_import
 from xpool._pickling.by_value.names import is_shared_by_all, is_simple
 from xpool._pickling.by_value.origin import (
     IMPORTED,
@@ -150,7 +146,6 @@ class Compared:
         maps: bool,
     ) -> None:
         self._named, self._stateless, self._maps = named, stateless, maps
-        self._gone: list[tuple[Any, str]] = []
         self._data: list[tuple[Any, str, int]] = []
         self._classes: list[tuple[Any, list[int], tuple[Any, ...]]] = []
         self._registrations = get_cache_token()  # of abstract base classes
@@ -162,7 +157,7 @@ class Compared:
         self._spaces = [(space, len(space)) for space in spaces]
         apart = set[Key]()
         for group in groups:
-            if group.kind not in (PLACED, REFUSED, LEFT_NONE):
+            if group.kind not in (Kind.PLACED, Kind.REFUSED, Kind.LEFT_NONE):
                 continue
             apart.update(group.keys)
             if not all(map(checks.is_final, group.keys)) and any(
@@ -170,17 +165,17 @@ class Compared:
             ):
                 self.if_used.append((group, [place_of(key) for key in group.keys]))
         small, functions = [], list[tuple[Any, Any, Any, Any]]()
-        imported = list[Any]()  # functions and methods that workers import
+        methods = list[Any]()  # also functions that workers import
         same = [(sys.modules, "__main__", sys.modules.get("__main__"))]
         for key, node in nodes.items():
             holder, name = place_of(key)
             if holder is None or node.kind == CALL:
                 continue
+            if node.kind in (GONE, DATA):
+                self._data.append((holder, name, node.id))
             if node.kind == GONE:
-                self._gone.append((holder, name))
                 continue
             if node.kind == DATA:
-                self._data.append((holder, name, node.id))
                 value = holder.get(name)
                 if node.written is not None and key not in apart and not is_generator(value):
                     small.append((key, holder, name))
@@ -192,29 +187,26 @@ class Compared:
                 if node.kind == FUNCTION:
                     functions.append((node.value, *node.parts[:3]))
                 else:
-                    imported.append(node.value)
+                    methods.append(node.value)
             elif issubclass(type(node.value), type) and node.kind in (CLASS, NAMED):
                 for _, owner in classes.with_nested(key[1], node.value):
                     self._classes.append((owner, [*map(id, vars(owner).values())], owner.__bases__))
                 if node.kind == CLASS:
-                    methods, changes = classes.parts_of(node.value)
-                    functions += methods
-                    if changes:
+                    methods += (one for _, _, one in classes.methods(node.value))
+                    if classes.may_change(node.value):
                         self._changing.append((node.value, node.parts))
                 else:
-                    imported += (one for _, one in classes.plain_methods(node.value))
+                    methods += (one for _, one in classes.plain_methods(node.value))
         self._small = [one[1:] for one in sorted(small, key=lambda one: one[0])]
         # If they cannot be pickled, b"" equals no later pickle, and all is looked at again.
         self._small_bytes = (self._write_small() if small else None) or b""
-        parts = [(one, one.__code__, one.__defaults__, one.__kwdefaults__) for one in imported]
-        functions += (one for one in parts if not one[0].__dict__)
+        functions += ((one, one.__code__, one.__defaults__, one.__kwdefaults__) for one in methods)
         # With the copy, the values are alive, and no other object has the id of one.
-        whole = [(*one, _named(one[3]), one[3] and dict(one[3])) for one in functions]
-        self._with_attributes = [
-            (one, parts_of_function(one), len(one.__dict__)) for one in imported if one.__dict__
+        whole = [
+            (*one, _named(one[3]), len(one[0].__dict__), one[3] and dict(one[3]))
+            for one in functions
         ]
-        more = self._stateless or self._gone or self._data or self._classes or self._changing
-        more = more or self._with_attributes
+        more = self._stateless or self._data or self._classes or self._changing
         self.at_once = self._spaces, main, len(main), same, whole, bool(more or self.if_used)
 
     def has_grown(self) -> bool:
@@ -225,8 +217,6 @@ class Compared:
         """Whether the values that need more than identity are unchanged, except `if_used`."""
         if any(map(vars, self._stateless)):
             return False
-        if any(name in holder for holder, name in self._gone):
-            return False
         for holder, name, ident in self._data:
             if id(holder.get(name, MISSING)) != ident:
                 return False
@@ -235,10 +225,6 @@ class Compared:
                 return False
         if self._classes and get_cache_token() != self._registrations:
             return False
-        for function, parts, count in self._with_attributes:
-            same = same_parts(parts, parts_of_function(function))
-            if not same or len(function.__dict__) != count:
-                return False
         for cls, definition in self._changing:
             if classes.definition_of(cls) is not definition:
                 return False

@@ -11,13 +11,15 @@ from xpool._pickling import Key
 from xpool._pickling.by_value.origin import owner_of
 from xpool._pickling.by_value.registered_calls import CALLS
 from xpool._pickling.pickler import Pickled, write_group
-from xpool._pickling.reducers import Group
+from xpool._pickling.reducers import Group, Instead
 
-(
-    SETTINGS, IMPORTS, MODULE, FUNCTION, CLASS, VALUES, PLACED, REFUSED, LEFT_NONE, REMOVED, CALL,
-    IMPORTED_AS, USED, DEFAULTS,
-) = range(14)  # fmt: skip
-"""Kinds of entries."""
+
+class Kind:
+    """The kinds of entries."""
+
+    SETTINGS, IMPORTS, MODULE, FUNCTION, CLASS, VALUES, PLACED = range(7)
+    REFUSED, LEFT_NONE, REMOVED, CALL, IMPORTED_AS, USED, DEFAULTS = range(7, 14)
+
 
 Entry = tuple[Any, ...]
 """``(kind, serial, first, keys, data)``.  With ``first``, the program has not changed it since it
@@ -43,7 +45,7 @@ class SentGroup:
         self.leads = False  # whether the values use other globals
 
     def entry(self) -> Entry:
-        data = self.data.parts[1] if self.kind == PLACED else self.data
+        data = self.data.parts[1] if self.kind == Kind.PLACED else self.data
         return self.kind, self.serial, self.first, self.keys, data
 
 
@@ -54,7 +56,6 @@ class State(bytes):
     tokens: list[Block]  # blocks that the state names
     place: Any  # the broadcast, if the state is large
     brings: frozenset[Key]
-    written: bytes  # the pickled entries
 
 
 def order(keys: tuple[Key, ...], leads: bool) -> tuple[Any, ...]:
@@ -79,22 +80,15 @@ def write_values(
     if len(values) == 1:
         return write_group(values[0], group, out_of_band)
     pairs = zip(keys, values)
-    written = [_Attribute(key, value) if "." in key[1] else value for key, value in pairs]
+    written = [
+        Instead(early_attribute, (*key, value)) if "." in key[1] else value for key, value in pairs
+    ]
     return write_group(written, group, out_of_band)
 
 
-class _Attribute:
-    """Takes the place of the value of an attribute.  It is set before the rest of its group has
-    arrived, because code that loads the rest may use it."""
-
-    def __init__(self, key: Key, value: Any) -> None:
-        self._key, self._value = key, value
-
-    def __reduce__(self) -> Any:
-        return early_attribute, (*self._key, self._value)
-
-
 def early_attribute(module: str, path: str, value: Any) -> Any:
+    """Set an attribute before the rest of its group has arrived: code that loads the rest may use
+    it."""
     owner, name = owner_of((module, path)), path.rpartition(".")[2]
     if isinstance(owner, type) and vars(owner).get(name, owner) is None:
         type.__setattr__(owner, name, value)

@@ -49,6 +49,7 @@ from xpool._pickling.reducers import (
     LAZY,
     NEW,
     Context,
+    Instead,
     Refused,
     register,
     set_attributes,
@@ -57,19 +58,6 @@ from xpool._python.hidden import CachedFunction
 from xpool._python.interrupt import pass_on
 
 # -- functions ----------------------------------------------------------------------------
-
-
-class _Space:
-    """The globals of functions if they are not those of a module, or are copied (`recurse`).
-
-    In the receiver, functions with the same globals share a dict.
-    """
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
-
-    def __reduce__(self) -> Any:
-        return _make_space, (self.values.get("__name__"),)
 
 
 def _make_space(name: Any) -> dict[str, Any]:
@@ -98,9 +86,9 @@ def _reduce_function(pickler: Context, function: FunctionType) -> Any:
         if helpers and origin_of(module) != SENT:
             state["helpers"] = {name: values[name] for name in helpers}
     else:
-        space = pickler.spaces.get(id(values))
-        if space is None:
-            space = pickler.spaces[id(values)] = _Space(values)
+        # They are no module's, or are copied (`recurse`).  In the receiver, functions with the same
+        # globals share a dict.
+        space = pickler.spaces.setdefault(id(values), Instead(_make_space, (module,)))
         state["globals"] = {name: values[name] for name in names if name in values}
     if function.__module__ != module:  # functools.wraps
         state["__module__"] = function.__module__
@@ -470,16 +458,13 @@ def _lazy_dataclasses() -> None:
     """Register a reducer that pickles the markers in ``__dataclass_fields__`` by name."""
     import dataclasses
 
-    marks = {one: name for name, one in vars(dataclasses).items() if _is_mark(one)}
+    named = vars(dataclasses).items()
+    marks = {one: name for name, one in named if type(one).__module__ == "dataclasses"}
 
     def reduce_mark(pickler: Context, obj: Any) -> Any:
         return (getattr, (dataclasses, marks[obj])) if obj in marks else NotImplemented
 
     register(*map(type, marks))(reduce_mark)
-
-
-def _is_mark(obj: Any) -> bool:
-    return type(obj).__module__ == "dataclasses"
 
 
 LAZY["dataclasses"] = _lazy_dataclasses
@@ -507,7 +492,7 @@ def _lazy_locks() -> None:
         args = tuple(given[name] for name in needed)
         if in_python and init.__code__.co_flags & _VARKEYWORDS:
             # `__init__(self, **settings)` makes these attributes of what it was called with.
-            return type(obj), args, {**given}, None, None, set_local
+            return type(obj), args, {**given}, None, None, set_attributes
         return type(obj), args
 
     rlock = type(threading.RLock())
@@ -516,13 +501,25 @@ def _lazy_locks() -> None:
     FOR_SUBCLASSES[threading.local] = reduce_local
 
 
-def set_local(local: Any, attributes: dict[str, Any]) -> None:
-    vars(local).update(attributes)
-
-
 _VARKEYWORDS = 0x08  # `inspect.CO_VARKEYWORDS`
 
 LAZY["_thread"] = _lazy_locks
+
+
+# -- lazy imports (PEP 810) ------------------------------------------------------------------
+
+# ``lazy import torch`` binds an object, which Python replaces by the module when the global is
+# first used.  If it has not been used, it is sent as such a statement, and the worker imports the
+# module when a task uses it.
+
+
+def lazy_import(module: str, name: str) -> Any:
+    """Return the object of ``lazy import module``, or of ``lazy from module import name``."""
+    statement = f"lazy from {module} import {name} as it" if name else f"lazy import {module}"
+    namespace: dict[str, Any] = {}
+    exec(statement, namespace)
+    # The namespace is separate, because the first use of a global would do the import.
+    return namespace["it" if name else module.partition(".")[0]]
 
 
 if sys.version_info >= (3, 15):
@@ -530,5 +527,9 @@ if sys.version_info >= (3, 15):
 
     @register(LazyImportType)
     def _reduce_lazy_import(pickler: Context, obj: Any) -> Any:
-        # `-X lazy_imports=all` would make an import statement lazy.
-        return import_module("xpool._pickling.by_value.lazy_imports").reduce(obj)
+        # Only the repr contains the name of the module.  The object of `lazy from` refers to
+        # another such object, that of the module.
+        module, name = repr(obj).removeprefix("<lazy_import '").removesuffix("'>"), ""
+        if any(type(part) is LazyImportType for part in gc.get_referents(obj)):
+            module, _, name = module.rpartition(".")
+        return lazy_import, (module, name)

@@ -19,7 +19,7 @@ import importlib.machinery
 import os
 import sys
 from collections.abc import Iterator
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from xpool._pickling import HEAP_TYPE, Key
@@ -603,10 +603,6 @@ def spec_of(name: str, in_worker: bool = False) -> Any:
             return None
         # Finders search `sys.path` for None, but nothing is below a module that is no package.
         path = above.submodule_search_locations or []
-    return _find_spec(name, path, in_worker)
-
-
-def _find_spec(name: str, path: Any, in_worker: bool) -> Any:
     finder: Any
     for finder in (importlib.machinery.PathFinder, *sys.meta_path):
         maker = getattr(finder, "__module__", "")
@@ -659,6 +655,27 @@ def modules() -> Iterator[tuple[str, Any]]:
     for name in list(sys.modules):
         if (module := sys.modules.get(name, MISSING)) is not MISSING:
             yield name, module
+
+
+def own_modules() -> Iterator[tuple[str, ModuleType]]:
+    """Yield the program's modules, except `__main__`, by their packages: a question for each of the
+    modules of a large program takes long."""
+    tops: dict[str, bool] = {"__main__": False, "__mp_main__": False, "xpool": False}
+    for name, module in modules():
+        top = name.partition(".")[0]
+        own = tops.get(top)
+        if own is None:
+            own = tops[top] = top not in sys.stdlib_module_names and is_program(top)
+        if own and issubclass(type(module), ModuleType) and is_program(name):
+            yield name, module
+
+
+def code_of(module: Any) -> CodeType | None:
+    """Return the code that the import of a module runs; None: it is not in Python."""
+    spec = getattr(module, "__spec__", None)
+    get = getattr(getattr(spec, "loader", None), "get_code", None)
+    code = None if get is None else get(spec.name)  # type: ignore[union-attr]
+    return code if type(code) is CodeType else None
 
 
 def aliases() -> Iterator[Key]:

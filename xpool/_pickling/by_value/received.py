@@ -28,25 +28,7 @@ from xpool._pickling.by_value import classes, main, settings
 from xpool._pickling.by_value.broadcast import open_broadcast
 from xpool._pickling.by_value.caches import CACHE, Cache
 from xpool._pickling.by_value.checks import said
-from xpool._pickling.by_value.entries import (
-    CALL,
-    CLASS,
-    DEFAULTS,
-    FUNCTION,
-    HEAD,
-    IMPORTED_AS,
-    IMPORTS,
-    LEFT_NONE,
-    MODULE,
-    PLACED,
-    REFUSED,
-    REMOVED,
-    SETTINGS,
-    USED,
-    VALUES,
-    Entry,
-    write_values,
-)
+from xpool._pickling.by_value.entries import HEAD, Entry, Kind, write_values
 from xpool._pickling.by_value.names import original_of, originals, received
 from xpool._pickling.by_value.origin import (
     CODE,
@@ -56,14 +38,15 @@ from xpool._pickling.by_value.origin import (
     MODULES,
     SENT,
     Parts,
+    code_of,
     find_module,
     is_program,
     key_of_alias,
     loose,
-    modules,
     name_of,
     namespace,
     origin_of,
+    own_modules,
     own_packages,
     owner_of,
     place_of,
@@ -72,12 +55,7 @@ from xpool._pickling.by_value.origin import (
     with_origin,
 )
 from xpool._pickling.by_value.reads import Code, absolute_name, classes_of
-from xpool._pickling.by_value.registered_calls import (
-    CALL_OF_SCRIPT,
-    CALLS,
-    package_of,
-    registered,
-)
+from xpool._pickling.by_value.registered_calls import CALL_OF_SCRIPT, CALLS, package_of, registered
 from xpool._pickling.by_value.standard import is_generator
 from xpool._pickling.pickler import decode
 from xpool._python import at_fork, failures
@@ -172,12 +150,12 @@ def listening() -> Iterator[list[tuple[bytes, tuple[Any, ...]]]]:
 @uninterrupted  # a task that was stopped would leave a part of the state unset
 def _receive(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
     if ours:
-        settings.receive([*_all_of(SETTINGS, entries)], keep_environment)
+        settings.receive([*_all_of(Kind.SETTINGS, entries)], keep_environment)
     # Calls come after what they need; the imports of the rest may need their effect.
     first = [n for n, entry in enumerate(entries, 1) if any(one[0] in _FIRST for one in entry[3])]
     at = first[-1] if first else 0
-    named = [one for one in entries if one[0] == IMPORTED_AS and one[3][0][0] == MODULES]
-    for name, package, is_package, has_file in _all_of(MODULE, entries):
+    named = [one for one in entries if one[0] == Kind.IMPORTED_AS and one[3][0][0] == MODULES]
+    for name, package, is_package, has_file in _all_of(Kind.MODULE, entries):
         _make_module(name, package, is_package, has_file)
     for some in (named, entries[:at], entries[at:]):
         _import_modules(some)
@@ -185,16 +163,17 @@ def _receive(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
 
 
 _FIRST = frozenset({CALLS, MODULES})
+_WITH_VALUES = (Kind.VALUES, Kind.PLACED)
 
 
 def _take_all(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
     groups: list[tuple[int, tuple[Key, ...], Any]] = []
     calls: list[tuple[Key, bytes]] = []
     for kind, serial, first, keys, data in entries:
-        if kind == PLACED:
+        if kind == Kind.PLACED:
             token = data[1]
             data = (None if token is None else buffers.pop(0)), data
-        if kind == DEFAULTS and ours:
+        if kind == Kind.DEFAULTS and ours:
             for module, path, defaults in data:
                 if module not in _incoming.defaults:
                     _incoming.defaults[module] = {}
@@ -202,16 +181,16 @@ def _take_all(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
                 _incoming.defaults[module][path] = defaults
             for module in {one[0] for one in data}.intersection(sys.modules):
                 _set_defaults(module)
-        if kind in (SETTINGS, IMPORTS, MODULE, USED, DEFAULTS):
+        if kind in (Kind.SETTINGS, Kind.IMPORTS, Kind.MODULE, Kind.USED, Kind.DEFAULTS):
             continue
         # No generator: a signal handler may raise in it after it has ended.
         had = [*map(_incoming.serials.get if ours else _had, keys)]
         if {serial} == {*had} or (not ours and all(map(_keeps, keys))):
             continue
-        if kind == CALL:
+        if kind == Kind.CALL:
             if keys[0] not in _incoming.called:
                 calls.append((keys[0], data))
-        elif not _take(kind, serial, first, keys, data, ours) and kind in (VALUES, PLACED):
+        elif not _take(kind, serial, first, keys, data, ours) and kind in _WITH_VALUES:
             groups.append((kind, keys, data))
     if calls:
         with settings.kept():
@@ -249,7 +228,7 @@ def _take(
     if kind in _MAKERS:
         if not kept:
             _set(keys[0], _MAKERS[kind](keys[0], *data))
-    elif kind in (VALUES, PLACED):
+    elif kind in _WITH_VALUES:
         if new.issuperset(keys) and _has_equal(kind, keys, data):
             kept = set(keys)
         else:
@@ -263,7 +242,7 @@ def _take(
                 if key not in kept:
                     _set(key, value)
             _set_in_late_modules(before, kept)
-    elif kind == REMOVED:
+    elif kind == Kind.REMOVED:
         _take_back(keys[0], to_import=data)
     elif not main.is_forked():  # a fork has the program's value, which cannot be pickled
         _refuse(kind, keys[0], data)
@@ -283,7 +262,7 @@ def _set_in_late_modules(before: dict[Key, Any], kept: set[Key]) -> None:
     replaced = {
         key: value for key, value in before.items() if key not in kept and value is not MISSING
     }
-    for name in set(_own_modules(len(sys.modules))) - _incoming.used if replaced else ():
+    for name in set(_own_modules((*sys.modules,))) - _incoming.used if replaced else ():
         values = namespace(name)
         for key in _imported_names(name) & replaced.keys():
             if values.get(key[1], MISSING) is replaced[key]:
@@ -291,25 +270,20 @@ def _set_in_late_modules(before: dict[Key, Any], kept: set[Key]) -> None:
 
 
 @functools.lru_cache(1)
-def _own_modules(_: int) -> list[str]:
-    """Return the program's own modules that are imported here; the argument changes with these."""
-    tops = {top for top in {name.partition(".")[0] for name, _ in modules()} if is_program(top)}
+def _own_modules(_: tuple[str, ...]) -> list[str]:
+    """Return the program's own modules that are imported here; the argument has all names."""
     return [
         name
-        for name, module in modules()
-        if name.partition(".")[0] in tops
-        and name_of(module) == name
-        and origin_of(name) == IMPORTED
+        for name, module in own_modules()
+        if name_of(module) == name and origin_of(name) == IMPORTED
     ]
 
 
 @functools.cache
 def _imported_names(module: str) -> frozenset[Key]:
     """Return the globals that the import statements at the top of a module name."""
-    spec = namespace(module).get("__spec__")
-    get_code = getattr(getattr(spec, "loader", None), "get_code", None)
-    code = None if get_code is None else get_code(module)
-    if code is None:  # of a module in C
+    code = code_of(find_module(module))
+    if code is None:
         return frozenset()
     package = namespace(module).get("__package__")
     # Without functions and classes, whose imports bind no names of the module.
@@ -325,7 +299,7 @@ def _load(kind: int, keys: tuple[Key, ...], data: Any) -> list[Any]:
     if type(data) is list:
         return data
     try:
-        if kind == PLACED:
+        if kind == Kind.PLACED:
             loaded = _placed(*data)
         else:
             loaded = pickle.loads(data)
@@ -368,17 +342,17 @@ def _define(key: Key, ident: int, code: bytes, defaults: Any, kwdefaults: Any, d
 
 
 _MAKERS: dict[int, Callable[..., Any]] = {
-    FUNCTION: _define,
-    CLASS: lambda _, *about: classes.load(*about),
+    Kind.FUNCTION: _define,
+    Kind.CLASS: lambda _, *about: classes.load(*about),
     # An error of the import is the task's.
-    IMPORTED_AS: lambda _, name: sys.modules.get(name) or import_module(name),
+    Kind.IMPORTED_AS: lambda _, name: sys.modules.get(name) or import_module(name),
 }
 
 
 def _set(key: Key, value: Any) -> None:
     module, path = key
     if type(value) is _Failed:
-        _refuse(REFUSED, key, value.reason)
+        _refuse(Kind.REFUSED, key, value.reason)
         return
     _incoming.missing.pop(key, None)
     there, name = place_of(key)
@@ -459,7 +433,7 @@ def _remove(key: Key) -> None:
 def _refuse(kind: int, key: Key, reason: str) -> None:
     if key[0] == MODULES:
         _set(key, None)  # so that an import does not find another module
-    elif kind == REFUSED:
+    elif kind == Kind.REFUSED:
         _remove(key)
     elif not _has(key):  # an object that a task has made under this name stays
         _set(key, None)
@@ -502,7 +476,7 @@ def _has_equal(kind: int, keys: tuple[Key, ...], data: Any) -> bool:
         return all(type(one) is type(two) and repr(one) == repr(two) for one, two in pairs)
     if any(map(is_generator, values)):
         return False  # its seed is the program's
-    return kind == VALUES and _written(keys) == data
+    return kind == Kind.VALUES and _written(keys) == data
 
 
 def _written(keys: tuple[Key, ...]) -> bytes | None:
@@ -533,15 +507,15 @@ def _data_of_imported() -> list[tuple[tuple[Key, ...], bytes]]:
 
 def _import_modules(entries: list[Entry]) -> None:
     """Import the modules whose globals will be set; their imports may set others."""
-    for name in _all_of(IMPORTS, entries):
+    for name in _all_of(Kind.IMPORTS, entries):
         if name not in _incoming.imported:
             _import(name)
             _incoming.imported.add(name)
-    used = {one: stamp for one, stamp in _all_of(USED, entries) if one not in sys.modules}
+    used = {one: stamp for one, stamp in _all_of(Kind.USED, entries) if one not in sys.modules}
     data = _data_of_imported() if used else []
     for name in used:
         _try_import(name)
-    new = {one for one, _ in _all_of(USED, entries)} - _incoming.used
+    new = {one for one, _ in _all_of(Kind.USED, entries)} - _incoming.used
     _incoming.used |= new
     if not all(map(is_program, new)):  # the program was started from an installed package
         own_packages.update(one.partition(".")[0] for one in new)
@@ -555,17 +529,17 @@ def _import_modules(entries: list[Entry]) -> None:
     # The program's are as after its own imports.
     for keys, written in data:
         if _written(keys) != written:
-            for key, value in zip(keys, _load(VALUES, keys, written), strict=True):
+            for key, value in zip(keys, _load(Kind.VALUES, keys, written), strict=True):
                 _set(key, value)
     for kind, _, _, keys, _ in entries:
-        if kind in (VALUES, PLACED, REFUSED, LEFT_NONE, REMOVED):
+        if kind in (*_WITH_VALUES, Kind.REFUSED, Kind.LEFT_NONE, Kind.REMOVED):
             for module, _ in keys:
                 if module not in sys.modules and origin_of(module) == IMPORTED:
                     try:
                         _import(module)
                     except ModuleNotFoundError as exc:
                         # A module that the program has removed, with its file, has no names left.
-                        if kind != REMOVED or exc.name != module:
+                        if kind != Kind.REMOVED or exc.name != module:
                             raise
 
 

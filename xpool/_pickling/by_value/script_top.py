@@ -26,7 +26,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from xpool._pickling.by_value.names import found_by_name
-from xpool._pickling.by_value.origin import attributes_of, home_of, is_program, modules, name_of
+from xpool._pickling.by_value.origin import (
+    attributes_of,
+    code_of,
+    home_of,
+    is_program,
+    name_of,
+    own_modules,
+)
 from xpool._pickling.by_value.reads import LOADS, absolute_name, functions_in, inner
 from xpool._python.interrupt import pass_on
 
@@ -96,7 +103,7 @@ def forget() -> None:
 def nones_of(module_name: str) -> frozenset[str]:
     """Return the names that a module of the program binds to None, as in `Top`."""
     try:
-        code = _code_of(sys.modules[module_name])
+        code = code_of(sys.modules[module_name])
         return frozenset() if code is None else _nones(code)
     except Exception as error:  # as above, or its file is gone
         pass_on(error)
@@ -216,13 +223,6 @@ def _steps(code: CodeType) -> tuple[list[str], list[Any]]:
             names.append(kind)
             values.append(value)
     return names, values
-
-
-def _code_of(module: ModuleType) -> CodeType | None:
-    spec: Any = getattr(module, "__spec__", None)
-    get = getattr(getattr(spec, "loader", None), "get_code", None)
-    code = None if get is None else get(spec.name)
-    return code if type(code) is CodeType else None
 
 
 # -- imports for their effect ----------------------------------------------------------------------
@@ -472,19 +472,13 @@ def _resolved(chains: Iterable[_Chain], namespace: dict[str, Any]) -> set[tuple[
 
 def _assigned_by_modules() -> set[tuple[str, str]]:
     found = set[tuple[str, str]]()
-    tops: dict[str, bool] = {"__main__": False, "__mp_main__": False, "xpool": False}
-    for name, module in modules():
-        top = name.partition(".")[0]
-        own = tops.get(top)
-        if own is None:
-            own = tops[top] = top not in sys.stdlib_module_names and is_program(top)
-        if own and issubclass(type(module), ModuleType) and is_program(name):
-            namespace = attributes_of(module)
-            size, chains = _of_modules.get(module, (-1, frozenset()))
-            if size != len(namespace):
-                chains = _chains_of(module, namespace)
-                _of_modules[module] = len(namespace), chains
-            found |= _resolved(chains, namespace)
+    for _, module in own_modules():
+        namespace = attributes_of(module)
+        size, chains = _of_modules.get(module, (-1, frozenset()))
+        if size != len(namespace):
+            chains = _chains_of(module, namespace)
+            _of_modules[module] = len(namespace), chains
+        found |= _resolved(chains, namespace)
     return found
 
 
@@ -502,7 +496,7 @@ def _chains_of(module: ModuleType, namespace: dict[str, Any]) -> frozenset[_Chai
             chains = {tuple(map(bytes.decode, one)) for one in said}
             if all(one in found or one[0] not in others for one in chains):
                 return frozenset(found)
-        code = _code_of(module)
+        code = code_of(module)
     except Exception as error:  # the file is gone, is wrong by now, or its loader is a strange one
         pass_on(error)
         return frozenset(found)

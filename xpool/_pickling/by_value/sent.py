@@ -41,33 +41,16 @@ from xpool._pickling.by_value import (
 from xpool._pickling.by_value.caches import CACHE
 from xpool._pickling.by_value.compared import Compared, Node, attempt, same_bytes, same_parts
 from xpool._pickling.by_value.entries import (
-    CALL,
-    CLASS,
-    DEFAULTS,
-    FUNCTION,
     HEAD,
-    IMPORTED_AS,
-    IMPORTS,
-    LEFT_NONE,
-    MODULE,
-    PLACED,
-    REFUSED,
-    REMOVED,
-    SETTINGS,
-    USED,
-    VALUES,
     Entry,
+    Kind,
     SentGroup,
     State,
     order,
     serials,
     write_values,
 )
-from xpool._pickling.by_value.functions import (
-    annotations_of,
-    marshalled,
-    parts_of_function,
-)
+from xpool._pickling.by_value.functions import annotations_of, marshalled, parts_of_function
 from xpool._pickling.by_value.names import (
     ATOMS,
     SHARED_BY_ALL,
@@ -106,7 +89,7 @@ from xpool._pickling.by_value.reads import is_open, of_annotations, of_compiled,
 from xpool._pickling.by_value.registered_calls import CALLS, registered
 from xpool._pickling.frame import INLINE_BELOW, PREPARE, Layout, preparation
 from xpool._pickling.pickler import write_global, write_group
-from xpool._pickling.reducers import Group, in_place
+from xpool._pickling.reducers import Group, Instead, in_place, of_module
 from xpool._python import at_fork, hidden
 from xpool._python.hidden import CachedFunction
 
@@ -142,11 +125,10 @@ class Book:
         # Keys of the globals that every message brings: those that have changed since they were
         # first sent, too.
         self._always: frozenset[Key] = frozenset()
-        self._states: dict[frozenset[Key], State] = {}  # of this epoch, by the messages' names
-        # The states that match the globals as `_noted` has recorded them; `_noted` has this dict.
+        # The states that match the globals as `_noted` has recorded them, by the messages' names;
+        # `_noted` has this dict.
         self._fresh: dict[frozenset[Key], State] = {}
         self._epoch = 0
-        self._of_epoch: Any = None  # the serial numbers of all entries of this epoch
         self._settings: settings.Snapshot | None = None
         self._imports: tuple[str, ...] = ()
         self._generation = 0  # the generation of the origins of modules
@@ -171,7 +153,7 @@ class Book:
         self._nodes, self._noted, self._compared = {}, None, None
         self._checked, self._known = {}, {}
         self.told, self._named = frozenset(), {}
-        self._states, self._fresh = {}, {}
+        self._fresh = {}
 
     # -- comparing --------------------------------------------------------------------------------
 
@@ -212,13 +194,13 @@ class Book:
                         break
             except KeyError:
                 holds = False
-            for function, code, defaults, kwdefaults, named, _ in functions:
+            for function, code, defaults, kwdefaults, named, attributes, _ in functions:
                 if (
                     function.__code__ is not code
                     or function.__defaults__ is not defaults
                     or function.__kwdefaults__ is not kwdefaults
                     or (named is not None and [*kwdefaults, *map(id, kwdefaults.values())] != named)
-                    or function.__dict__
+                    or len(function.__dict__) != attributes
                 ):
                     holds = False
                     break
@@ -249,7 +231,7 @@ class Book:
             begun = time.perf_counter()
             values = [holder.get(name) for holder, name in places]
             written, why = attempt(write_values, group.keys, values, self._named, self._maps, True)
-            if group.kind == PLACED:
+            if group.kind == Kind.PLACED:
                 about = f"{group.data.nbytes:,} bytes pickled"
                 same = written is not None and written.lies_in(group.data.content())
             else:
@@ -324,24 +306,14 @@ class Book:
             self._find(layout, self.told)
         if changed or now is not self._settings:
             self._noted = None
-            self._settings, self._fresh = now, {}
-            serials_now = (
-                now.serial,
-                self._imports,
-                {key: node.serial for key, node in self._nodes.items() if node.serial},
-                {keys: group.serial for keys, group in self._groups.items()},
-            )
-            if serials_now != self._of_epoch:
-                self._states.clear()
-                self._epoch, self._of_epoch = next(serials), serials_now
+            self._settings, self._fresh, self._epoch = now, {}, next(serials)
             assert self._compared is not None
             self._noted = self._looked_at, self._compared.at_once, now, self._fresh
         elif state is not None:
             return state
-        if len(self._states) >= _MOST_STATES:
+        if len(self._fresh) >= _MOST_STATES:
             self._fresh.clear()
-            self._states.clear()
-        state = self._states[wanted] = self._fresh[wanted] = self._write(layout, wanted)
+        state = self._fresh[wanted] = self._write(layout, wanted)
         return state
 
     def _of_all(self) -> set[Key]:
@@ -539,7 +511,7 @@ class Book:
         if home is not None:  # the worker's own, by its name
             self._named[id(value)] = home
             node = Node(compared.PLAIN, value)
-            node.written = write_group(reducers.InModule(home), Group({}, {}), True)
+            node.written = write_group(Instead(of_module, home), Group({}, {}), True)
             return node
         node = Node(compared.DATA, value)
         group = Group({id(value): key}, self._named, [], self._maps, self._checked)
@@ -618,7 +590,7 @@ class Book:
         leads = any(self._nodes[key].names for key in keys)
         data: Any
         if node.kind == compared.CALL and node.written is not None:
-            return old or SentGroup(keys, CALL, b"".join(node.written.chunks))
+            return old or SentGroup(keys, Kind.CALL, b"".join(node.written.chunks))
         # Functions and classes to which the values refer by name: others may have these names now.
         defined = {
             name: one.entry[0]
@@ -638,11 +610,11 @@ class Book:
         if old is not None and old.defined != defined:
             old = None
         if node.kind in (compared.GONE, compared.NAMED):
-            kind, data = REMOVED, node.kind == compared.NAMED
+            kind, data = Kind.REMOVED, node.kind == compared.NAMED
         elif issubclass(type(node.value), ModuleType):
-            kind, data = IMPORTED_AS, (canonical(node.value.__name__),)
+            kind, data = Kind.IMPORTED_AS, (canonical(node.value.__name__),)
         elif node.kind == compared.PLAIN and node.written is None:
-            kind, data = VALUES, [node.value]
+            kind, data = Kind.VALUES, [node.value]
         elif node.written is None:
             kind, data = self._refusal(keys[0], node)
         else:
@@ -661,7 +633,7 @@ class Book:
         nones = self._nones if key[0] == "__main__" else script_top().nones_of(key[0])
         # Data that are nested too deeply belong to no process, and None would be a wrong value.
         left = key[1] in nones and "maximum recursion depth" not in node.error
-        return LEFT_NONE if left else REFUSED, node.error
+        return Kind.LEFT_NONE if left else Kind.REFUSED, node.error
 
     def _pickled(
         self, keys: tuple[Key, ...], old: SentGroup | None, layout: Layout
@@ -669,10 +641,10 @@ class Book:
         nodes = [self._nodes[key] for key in keys]
         written = nodes[0].written
         assert written is not None
-        kept = old is not None and old.kind == PLACED
+        kept = old is not None and old.kind == Kind.PLACED
         if kept and all(node.group is old for node in nodes):  # as `_compare_used` has found
             assert old is not None
-            return PLACED, old.data
+            return Kind.PLACED, old.data
         values: Any = [value_of(key) for key in keys]
         if len(keys) > 1:
             written = write_values(keys, values, self._named, self._maps, True)
@@ -681,12 +653,12 @@ class Book:
             node.large = large
         if large:
             if kept and written.lies_in(old.data.content()):  # type: ignore[union-attr]
-                return PLACED, old.data  # type: ignore[union-attr]
+                return Kind.PLACED, old.data  # type: ignore[union-attr]
             if layout.publisher is not None:
                 self._made.add(keys)
-                return PLACED, layout.publisher(written.message, type(values[0]).__name__)
+                return Kind.PLACED, layout.publisher(written.message, type(values[0]).__name__)
             written = write_values(keys, values, self._named, self._maps, False)
-        return VALUES, b"".join(written.chunks)
+        return Kind.VALUES, b"".join(written.chunks)
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -694,61 +666,56 @@ class Book:
         nodes, now = {key: self._nodes[key] for key in sorted(keys)}, self._settings
         entries: list[Entry] = []
         if now is not None and now.rows:
-            entries.append((SETTINGS, now.serial, False, (), now.rows))
+            entries.append((Kind.SETTINGS, now.serial, False, (), now.rows))
         modules = {key[0] for key in nodes} - {CALLS, MODULES, "__main__"}
         modules |= {name[:at] for name in modules for at, one in enumerate(name) if one == "."}
         sent = sorted(name for name in modules if origin_of(name) == SENT)
         if self._imports:
-            entries.append((IMPORTS, 0, False, (), self._imports))
+            entries.append((Kind.IMPORTS, 0, False, (), self._imports))
         if sent:
-            entries.append((MODULE, 0, False, (), tuple(map(about_module, sent))))
+            entries.append((Kind.MODULE, 0, False, (), tuple(map(about_module, sent))))
         functions = [(key, node) for key, node in nodes.items() if node.kind == compared.FUNCTION]
         for key, node in functions:
             ident, data, _ = node.entry
-            entries.append((FUNCTION, node.serial, False, (key,), (ident, *data)))
+            entries.append((Kind.FUNCTION, node.serial, False, (key,), (ident, *data)))
         # Calls, names in `sys.modules`, and what these need come first: the rest may need them.
         calls = frozenset(key for key in nodes if key[0] in (CALLS, MODULES))
         first = self._used_by(calls) if calls else set()
         groups = [one for one in self._groups.values() if not nodes.keys().isdisjoint(one.keys)]
         groups.sort(key=lambda one: (first.isdisjoint(one.keys), *order(one.keys, one.leads)))
         rest: list[Entry] = [
-            (CLASS, node.serial, False, (key,), node.entry)
+            (Kind.CLASS, node.serial, False, (key,), node.entry)
             for key, node in nodes.items()
             if node.kind == compared.CLASS
         ]
         rest += [group.entry() for group in groups]
         # What an import has made has its name again before other objects are loaded by this name.
-        entries += sorted(rest, key=lambda one: (first.isdisjoint(one[3]), one[0] != REMOVED))
+        entries += sorted(rest, key=lambda one: (first.isdisjoint(one[3]), one[0] != Kind.REMOVED))
         defaults = [(key[0], *one) for key, node in nodes.items() for one in node.defaults]
         if defaults:
-            entries.append((DEFAULTS, 0, False, (), defaults))
-        entries += [
-            (VALUES, node.serial, False, ((key[0], f"{key[1]}.__annotations__"),), node.entry[2])
-            for key, node in functions
-            if node.entry[2]
-        ]
+            entries.append((Kind.DEFAULTS, 0, False, (), defaults))
+        for (module, name), node in functions:
+            if annotations := node.entry[2]:
+                keys = ((module, f"{name}.__annotations__"),)
+                entries.append((Kind.VALUES, node.serial, False, keys, annotations))
         used = {key[0] for key in nodes if key[1] not in OF_MODULES}
         own = {name for name in used if origin_of(name) == IMPORTED}
         if own != self._own[0]:  # in the order in which the program has begun their imports
             files = stamps if self._maps else {}  # other machines have other files
             self._own = own, [(one, files.get(one)) for one in [*sys.modules] if one in own]
         if own:
-            entries.append((USED, 0, False, (), self._own[1]))
-        return entries, [group.data for group in groups if group.kind == PLACED]
+            entries.append((Kind.USED, 0, False, (), self._own[1]))
+        return entries, [group.data for group in groups if group.kind == Kind.PLACED]
 
     def _write(self, layout: Layout, names: frozenset[Key]) -> State:
         """Return the state for messages that use these names."""
         brings = frozenset(self._used_by(names | self._always) & self._nodes.keys())
         entries, places = self._entries(brings)
-        written = whole = pickle.dumps(entries, 5)
+        written = pickle.dumps(entries, 5)
         if len(written) >= INLINE_BELOW and brings != self.told:  # there is one large state
             if self.told not in self._fresh:
-                every = self._write(layout, self.told)
-                self._states[self.told] = self._fresh[self.told] = every
+                self._fresh[self.told] = self._write(layout, self.told)
             return self._fresh[self.told]
-        old = self._states.get(names)
-        if old is not None and old.written == written:
-            return old
         tokens = [token for place in places if (token := place.parts[0]) is not None]
         place = about = None
         if len(written) >= INLINE_BELOW and layout.publisher is not None:
@@ -765,7 +732,6 @@ class Book:
         state = State(preparation(body, len(tokens)))
         state.by_name = preparation(body, len(tokens), _BY_NAME)
         state.tokens, state.brings, state.place = tokens, brings, place
-        state.written = whole
         return state
 
 

@@ -23,7 +23,6 @@ import operator
 import os
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import attrgetter
@@ -37,7 +36,6 @@ from xpool._pickling.by_value.settings_rows import (
     Line,
     Options,
     Row,
-    digits,
     environ,
     filters,
     loggers,
@@ -151,11 +149,9 @@ def _torch_device(torch: Any) -> Callable[[], Any]:
 
 
 def _matmul_precision(torch: Any) -> Callable[[], Any]:
-    get = getattr(torch._C, "_get_float32_matmul_precision", torch.get_float32_matmul_precision)
-
     def peek() -> Any:
         try:
-            return get()
+            return torch.get_float32_matmul_precision()
         except RuntimeError:  # the program has used torch's newer interface, which excludes this
             return "highest"
 
@@ -163,11 +159,10 @@ def _matmul_precision(torch: Any) -> Callable[[], Any]:
 
 
 def _deterministic(torch: Any) -> Callable[[], Any]:
-    mode = torch.are_deterministic_algorithms_enabled
-    warns = torch.is_deterministic_algorithms_warn_only_enabled
-    mode = getattr(torch._C, "_get_deterministic_algorithms", mode)
-    warns = getattr(torch._C, "_get_deterministic_algorithms_warn_only", warns)
-    return lambda: (mode(), warns())
+    return lambda: (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
 
 
 def _cudnn(name: str) -> Line:
@@ -419,48 +414,15 @@ renew(globals(), _lock=threading.RLock, _serials=_count)
 
 
 _call: Callable[[Any], Any] = getattr(operator, "call", lambda peek: peek())  # from 3.11 on
-_IN_LINE = (
-    "os.environ",
-    "working folder",
-    "sys.path",
-    "sys.argv",
-    "warning filters",
-    "time zone",
-    "recursion limit",
-    "digits of int as str",
-    "socket timeout",
-)
-"""Rows whose tokens `snapshot` reads itself, in this order: by `_call` each takes twice as long."""
-
-_CALLED = "working folder", "warning filters", "socket timeout"
-"""Those of them whose functions it calls."""
 
 
 def snapshot() -> Snapshot:
     """Return the present settings of this thread: the same object while nothing has changed."""
     if _last is not None:
         found: Snapshot
-        found, here, mask, folder, filters, timeout, peeks, kept, awaited = _last
+        found, peeks, kept, awaited = _last
         try:
-            now = os.umask(mask)
-            if now != mask:
-                os.umask(now)
-            elif (
-                (
-                    os.environ._data,  # type: ignore[attr-defined]
-                    folder(),
-                    sys.path,
-                    sys.argv,
-                    filters(),
-                    (time.tzname, time.timezone, time.altzone, time.daylight),
-                    sys.getrecursionlimit(),
-                    digits(),
-                    timeout(),
-                )
-                == here
-                and (not peeks or [*map(_call, peeks)] == kept)
-                and sys.modules.keys().isdisjoint(awaited)
-            ):
+            if [*map(_call, peeks)] == kept and sys.modules.keys().isdisjoint(awaited):
                 return found
         except Exception:  # the program has replaced an object to which a token belongs
             pass
@@ -492,20 +454,10 @@ def _look() -> Snapshot:
             if len(_found) > _KNOWN:
                 del _found[next(iter(_found))]  # not all: threads may take turns with two
             found = _found[key] = Snapshot(next(_serials), rows)
-        sources = dict(_sources)
-        here = tuple(sources.pop(name).kept if name in sources else ... for name in _IN_LINE)
-        mask = sources.pop("umask")
+        sources = _sources.values()
         # Libraries that are not imported yet, or whose import has not ended.
         awaited = frozenset(row.module for row in TABLE if row.name not in _sources)
-        _last = (
-            found,
-            here,
-            mask.kept,
-            *(getattr(_sources.get(name), "peek", lambda: ...) for name in _CALLED),
-            [one.peek for one in sources.values()],
-            [one.kept for one in sources.values()],
-            tuple(awaited),
-        )
+        _last = found, [one.peek for one in sources], [one.kept for one in sources], tuple(awaited)
         return found
 
 

@@ -180,7 +180,7 @@ class Environ(Row):
 
     def open(self, module: Any) -> Callable[[], Any]:
         # The program may put another mapping in its place, before or after this.
-        plain = type(getattr(os.environ, "_data", None)) is dict and os.name == "posix"
+        plain = type(getattr(os.environ, "_data", None)) is dict
         return _own_dict if plain else _variables
 
     def keep(self, token: Any) -> Any:
@@ -244,7 +244,7 @@ class Folder(Row):
 
     def _count(self) -> bytes | None:
         self._calls += 1
-        if self._calls == _SHORT_PROGRAM and os.name == "posix" and not is_free_threaded():
+        if self._calls == _SHORT_PROGRAM and not is_free_threaded():
             self._ask = folder_asker()
             return None  # so that the row is opened again
         return _folder()
@@ -344,7 +344,7 @@ class TimeZone(Row):
         return super().is_fresh(value)
 
     def set(self, module: Any, value: Any, last: Any) -> None:
-        if _zone(time) == value or not hasattr(time, "tzset"):
+        if _zone(time) == value:
             return
         time.tzset()
         # Without TZ, it is the zone of the host.
@@ -628,9 +628,11 @@ class Loggers(Row):
 
 
 _AS_MADE: tuple[Any, ...] = (0, True, False, (), ())
-_OF_LOGGERS = frozenset(
+OF_LOGGERS = frozenset(
     {"name", "level", "parent", "propagate", "handlers", "disabled", "filters", "manager", "_cache"}
 )
+"""Attributes of every logger."""
+
 SIMPLE = (int, float, str, bytes, bool, type(None))
 
 
@@ -644,7 +646,7 @@ def _way_of(logger: Any) -> tuple[Any, ...]:
 
 def _own(logger: Any) -> tuple[tuple[str, Any], ...]:
     """Return the attributes of a logger that are the program's."""
-    return tuple(one for one in _simple(logger) if one[0] not in _OF_LOGGERS)
+    return tuple(one for one in _simple(logger) if one[0] not in OF_LOGGERS)
 
 
 def _simple(obj: Any) -> tuple[tuple[str, Any], ...]:

@@ -30,7 +30,7 @@ def is_namedtuple(cls: type) -> bool:
     return cls.__bases__[0] is tuple and {"_fields", "_field_defaults"} <= vars(cls).keys()
 
 
-def namedtuple_shell(cls: type, token: str) -> Shell | None:
+def namedtuple_shell(cls: Any, token: str) -> Shell | None:
     """Return how `collections.namedtuple` makes the class again."""
     attributes = vars(cls)
     if not is_namedtuple(cls):
@@ -38,7 +38,9 @@ def namedtuple_shell(cls: type, token: str) -> Shell | None:
     fields: tuple[str, ...] = attributes["_fields"]
     defaults = attributes["_field_defaults"]
     values = tuple(defaults[name] for name in fields if name in defaults)
-    given = arguments_of(cls)
+    given = (
+        cls.__new__.__defaults__
+    )  # a program may set them: ``Point.__new__.__defaults__ = (0,)``
     args = (token, cls.__name__, cls.__qualname__, cls.__module__, fields, values, given)
     # `namedtuple` makes its own methods again.  Those that the program has set are sent.
     skip = {name for name in _OF_NAMEDTUPLE if _is_made_by_namedtuple(attributes.get(name))}
@@ -52,14 +54,6 @@ def _is_made_by_namedtuple(attribute: Any) -> bool:
         return True
     space = function.__globals__
     return space is vars(collections) or str(space.get("__name__")).startswith("namedtuple_")
-
-
-def arguments_of(cls: Any) -> Any:
-    """Return the defaults of a named tuple's ``__new__``.
-
-    Programs set them in this way: ``Point.__new__.__defaults__ = (0, 0)``.
-    """
-    return cls.__new__.__defaults__
 
 
 def _make_namedtuple(

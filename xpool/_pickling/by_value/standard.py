@@ -29,6 +29,7 @@ from xpool._pickling import reducers
 from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.origin import MISSING
 from xpool._pickling.by_value.reads import in_python
+from xpool._pickling.by_value.settings_rows import OF_LOGGERS
 from xpool._pickling.frame import INLINE_BELOW
 from xpool._pickling.reducers import (
     FOR_SUBCLASSES,
@@ -38,6 +39,7 @@ from xpool._pickling.reducers import (
     Refused,
     is_message,
     register,
+    set_attributes,
 )
 
 _KINDS: dict[tuple[str, str], Callable[[Any, int], Any]] = {
@@ -235,19 +237,12 @@ def _lazy_logging() -> None:
         if is_message(pickler):
             return own_logger, (kind, logger.name)
         if not known:  # made by a call of the class
-            state = {name: one for name, one in vars(logger).items() if name not in _OF_MANAGER}
-            return NEW, (kind,), {**state, "_cache": {}}, None, None, set_logger
-        own = {name: one for name, one in vars(logger).items() if name not in _OF_LOGGERS}
-        return own_logger, (kind, logger.name), own, None, None, set_logger
+            state = {name: one for name, one in vars(logger).items() if name != "manager"}
+            return NEW, (kind,), {**state, "_cache": {}}, None, None, set_attributes
+        own = {name: one for name, one in vars(logger).items() if name not in OF_LOGGERS}
+        return own_logger, (kind, logger.name), own, None, None, set_attributes
 
     FOR_SUBCLASSES[logging.Logger] = reduce
-
-
-_OF_MANAGER = frozenset({"manager", "_cache"})
-_OF_LOGGERS = _OF_MANAGER | {
-    "name", "level", "parent", "propagate", "handlers", "disabled", "filters",
-}  # fmt: skip
-"""Attributes of every logger."""
 
 
 def own_logger(kind: Any, name: str) -> Any:
@@ -257,10 +252,6 @@ def own_logger(kind: Any, name: str) -> Any:
     if type(logger) is logging.Logger:
         logger.__class__ = kind
     return logger
-
-
-def set_logger(logger: Any, attributes: dict[str, Any]) -> None:
-    vars(logger).update(attributes)
 
 
 LAZY["logging"] = _lazy_logging

@@ -9,7 +9,6 @@ before it writes to one of them, so the blocks arrive with the object by which p
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from typing import Any
 
 from xpool._pickling.by_value.origin import home_of
@@ -110,7 +109,7 @@ def _reduce(pickler: Context, array: Any) -> Any:
     seen = Seen.of(pickler)
     # In the first run, addresses are determined at the end, and only if arrays can alias at all.
     if seen.plan is None:
-        seen.note_array(array)
+        seen.arrays.append(array)
         if flags.c_contiguous and size < INLINE_BELOW:
             data = bytearray(array.tobytes())
             if flags.writeable:
@@ -171,7 +170,7 @@ def _reduce_mapped(pickler: Context, array: Any) -> Any:
     np = sys.modules["numpy"]
     if array.size and (in_file := _in_file(pickler, array)) is not None:
         return in_file
-    return _same, (np.ndarray.view(array, np.ndarray),)
+    return _reduce(pickler, np.ndarray.view(array, np.ndarray))
 
 
 def _in_file(pickler: Context, array: Any) -> Any:
@@ -232,7 +231,7 @@ def _reduce_index(pickler: Context, index: Any) -> Any:
 
 
 def _reduce_references(pickler: Context, references: Any) -> Any:
-    return _references, ()
+    return type(references), ()
 
 
 # -- the receiving side ----------------------------------------------------------------------------
@@ -273,10 +272,6 @@ def _mapped(
     return made
 
 
-def _same(array: Any) -> Any:
-    return array
-
-
 def _subclassed(plain: Any, cls: Any) -> Any:
     return plain.view(cls)
 
@@ -288,10 +283,6 @@ def _masked(data: Any, mask: Any, fill_value: Any, hard: bool, about: dict[Any, 
     made._fill_value = fill_value
     made._optinfo.update(about)
     return made
-
-
-def _references() -> Any:
-    return import_module("pandas._libs.internals").BlockValuesRefs()
 
 
 def _block(make: Any, args: tuple[Any, ...], references: Any) -> Any:

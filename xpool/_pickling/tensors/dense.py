@@ -548,7 +548,6 @@ def _quantized_parts(torch: Any, tensor: Any) -> Any:
 
 def _sparse(indices: Any, values: Any, shape: Any, coalesced: bool) -> Any:
     torch = sys.modules["torch"]
-
     return torch.sparse_coo_tensor(
         indices, values, shape, is_coalesced=coalesced, check_invariants=False
     )
@@ -556,7 +555,6 @@ def _sparse(indices: Any, values: Any, shape: Any, coalesced: bool) -> Any:
 
 def _compressed(outer: Any, inner: Any, values: Any, shape: Any, layout: Any) -> Any:
     torch = sys.modules["torch"]
-
     return torch.sparse_compressed_tensor(
         outer, inner, values, shape, layout=layout, check_invariants=False
     )
@@ -568,7 +566,6 @@ def _mkldnn(dense: Any) -> Any:
 
 def _quantized(storage: Any, dtype: Any, offset: int, shape: Any, strides: Any, how: Any) -> Any:
     torch = sys.modules["torch"]
-
     options = {"dtype": dtype, "device": "cpu"}
     if how[0] == torch.per_tensor_affine:
         _, scale, zero = how
@@ -674,14 +671,12 @@ def _is_wrapper(torch: Any, tensor: Any) -> bool:
 
 def _subclassed(bare: Any, cls: Any, grad: bool) -> Any:
     torch = sys.modules["torch"]
-
     with torch._C._DisableTorchDispatch():
         return torch.Tensor._make_subclass(cls, bare, grad)
 
 
 def _set_state(tensor: Any, state: Any) -> None:
     torch = sys.modules["torch"]
-
     if type(tensor).__setstate__ is torch.Tensor.__setstate__:
         torch._utils._set_obj_state(tensor, state)
     else:
@@ -695,5 +690,4 @@ def reduce_typed_storage(pickler: Context, storage: Any) -> Any:
 
 def _typed_storage(storage: Any, dtype: Any) -> Any:
     torch = sys.modules["torch"]
-
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)

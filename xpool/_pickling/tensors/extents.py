@@ -100,11 +100,13 @@ class Seen(list[Entry]):
     """The objects of one run of a pickler and, in the second run, the pieces (``plan``)."""
 
     plan: dict[Extent, Piece] | None = None  # None in the first run
-    arrays: tuple[Any, ...] | list[Any] = ()  # numpy's arrays, whose addresses are slow to get
     maps: list[Any] | None = None  # the mappings of this process, read on demand by `mapped`
     # By address, the first object of the message that uses a shared storage.
     users: dict[int, Any] | None = None
     exports = False  # whether the second run exports memory of GPUs (`cuda`)
+
+    def __init__(self) -> None:
+        self.arrays: list[Any] = []  # numpy's arrays, whose addresses are slow to get
 
     @classmethod
     def of(cls, pickler: Any) -> Seen:
@@ -112,12 +114,6 @@ class Seen(list[Entry]):
             pickler.tensors = cls()
         seen: Seen = pickler.tensors
         return seen
-
-    def note_array(self, array: Any) -> None:
-        # All instances share an empty tuple, because most messages have no array.
-        if isinstance(self.arrays, tuple):
-            self.arrays = []
-        self.arrays.append(array)
 
     @property
     def again(self) -> bool:
