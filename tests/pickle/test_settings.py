@@ -804,3 +804,37 @@ def test_a_value_that_raises_when_compared_ends_no_call(pair: Pair) -> None:
         "settings.snapshot(); sys.path[0] = Odd(); sys.setrecursionlimit(1200)"
     )
     assert pair.program.rows()["recursion limit"] == 1200
+
+
+INSTALLED = """
+    import colorsys, functools, json, os
+    import xpool
+
+    json.JSONEncoder.default = lambda encoder, obj: "unknown"
+
+    if __name__ == "__main__":
+        os.chdir(os.path.dirname(__file__))
+        with xpool.Pool(2) as pool:
+            assert pool.map(os.path.exists, ["file.txt"] * 4) == [False] * 4
+            os.environ["LATER"] = "1"
+            os.mkdir("folder")
+            os.chdir("folder")
+            open("file.txt", "w").close()
+            assert pool.map(os.path.exists, ["file.txt"] * 4, chunksize=1) == [True] * 4
+            assert pool.apply(os.getenv, ("LATER",)) == "1"
+            assert pool.submit(os.getenv, "LATER").result() == "1"
+            assert list(pool.imap(os.getenv, ["LATER"] * 9)) == ["1"] * 9
+            assert pool.run_all(os.getcwd) == [os.getcwd()] * 2
+            listed = functools.partial(os.listdir)
+            assert pool.map(listed, ["."]) == [["file.txt"]]
+            assert pool.apply(json.dumps, (range(2),)) == '"unknown"'
+            json.JSONEncoder.default = lambda encoder, obj: "other"
+            assert pool.map(json.dumps, [range(2)] * 3) == ['"other"'] * 3
+"""
+
+
+@pytest.mark.parametrize("method", ["None", *also("'spawn'", "'fork'")])
+def test_tasks_of_installed_functions_have_the_settings(tmp_path: Path, method: str) -> None:
+    """The function of a task need not be the program's own."""
+    text = INSTALLED.replace("Pool(2)", f"Pool(2, context={method})")
+    assert scripts.run_ok([scripts.write(tmp_path / "program.py", text)]) == ""

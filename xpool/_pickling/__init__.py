@@ -9,6 +9,11 @@ Key = tuple[str, str]
 """A module's name, and a global's name or the path of a class's attribute (``Config.rate``)."""
 
 
+SETTINGS: frozenset[Key] = frozenset({("", "")})
+"""Stands for the settings of the process, and what the program has assigned to installed modules.
+A receiver that has been told these gets them only with globals."""
+
+
 class Brought(frozenset[Key]):
     """Tells a pickler that the receiver has no globals of the program.  The pickler sets ``keys``:
     the globals that the message brings, and ``names``: those of them that the object itself uses.

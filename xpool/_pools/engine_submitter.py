@@ -15,7 +15,7 @@ from xpool._engine.jobs.ranges import CALLS, TaskRange
 from xpool._memory.anonymous_files import File
 from xpool._memory.arena import Arena
 from xpool._memory.holds import Block
-from xpool._pickling import Brought, Key
+from xpool._pickling import SETTINGS, Brought, Key
 from xpool._pickling.by_value.broadcast import Broadcast, publish
 from xpool._pickling.by_value.sent import Book
 from xpool._pickling.diagnose import at, say_where
@@ -137,9 +137,7 @@ class Packer:
             raise
 
     @interruptible
-    def pack_option(
-        self, name: str, obj: Any, told: Told = frozenset(), later: bool = False
-    ) -> bytes:
+    def pack_option(self, name: str, obj: Any, told: Told = SETTINGS, later: bool = False) -> bytes:
         """Pickle an object that every worker, including replacements, gets at its start.
 
         ``later``: workers open it at any time, and it must not set globals that they have.
@@ -157,7 +155,7 @@ class Packer:
 
     def pack_context(self, name: str, context: Any) -> bytes:
         """Pickle the context of a worker, which all its tasks use."""
-        told = Brought()
+        told = Brought(SETTINGS)  # which workers get at their start
         packed = self.pack_option(name, context, told)
         if self.layout.book is not None:
             self.layout.book.of_contexts |= told.names

@@ -28,7 +28,7 @@ from pickle import PickleBuffer
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from xpool._pickling import Brought, Key, reducers
+from xpool._pickling import SETTINGS, Brought, Key, reducers
 from xpool._pickling.by_value import (
     caches,
     checks,
@@ -169,7 +169,8 @@ class Book:
             names = names | self.of_contexts
         if reducers.everyone and layout.book is not None:
             names = names | reducers.everyone
-        if told.issuperset(names):
+        # A task of an installed function gets the settings, too.
+        if told.issuperset(names) and (told or layout.book is None):
             return None
         now, noted = settings.snapshot(), self._noted
         known = holds = False
@@ -212,7 +213,7 @@ class Book:
                     known = holds = False
                 state = self._state(frozenset(names), layout, now, known, holds)
         if type(told) is Brought:
-            told.keys, told.names = state.brings, frozenset(names)
+            told.keys, told.names = state.brings | SETTINGS, frozenset(names)
         blocks = [in_place(pickled, token) for token in state.tokens] if state.tokens else []
         return state if layout.out_of_band else state.by_name, blocks
 
