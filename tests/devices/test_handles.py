@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from support import work
 from support.memory import own_arena
 from support.waiting import Gate, Mailbox, eventually, together
 
@@ -66,7 +67,7 @@ def two(device: str) -> Iterator[CtxPool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PJRT_DEVICE", "CPU")
         pool = start(device, 2)
-        pool.map(tasks.pid_of, range(2), 1)
+        pool.map(work.pid, range(2), 1)
         yield pool
         pool.close()
         pool.join()
@@ -435,7 +436,7 @@ def test_the_owner_dies(make_two: Any, mailbox: Mailbox, gate: Gate):
     pool = make_two(2)
     lost, good = pair(pool, mailbox, gate)
     with pytest.raises(WorkerDied, match="SIGKILL"):
-        pool.apply(tasks.kill_oneself, (lost,))
+        pool.apply(work.kill_oneself, (lost,))
     for use in (lost.cpu, lambda: pool.apply(tasks.use, (good, lost))):
         with pytest.raises(TensorLost, match=r"shape \(4,\), torch.float32, on xla:0 is lost"):
             use()
@@ -455,7 +456,7 @@ def test_waiting_tasks_of_a_dead_owner(make_two: Any, mailbox: Mailbox, gate: Ga
     pool = make_two(1)
     handle = pool.apply(tasks.make)
     first = pool.apply_async(tasks.make_at_gate, (mailbox.path, gate.path))
-    killer = pool.apply_async(tasks.kill_oneself, (handle,), retries=2)
+    killer = pool.apply_async(work.kill_oneself, (handle,), retries=2)
     behind = [pool.apply_async(tasks.use, (handle,)) for _ in range(3)]
     mailbox.lines(1)
     gate.open(1)
@@ -598,7 +599,7 @@ def test_options_are_shared(make_pool: Callable[..., Any]):
     small, large = torch.zeros(2), torch.zeros(1 << 16)
     pool = make_pool(Pool, 1, tasks.write_to, (small, large), is_copy_tensor=False)
     with pytest.raises(WorkerDied):
-        pool.apply(tasks.kill_oneself, (None,))
+        pool.apply(work.kill_oneself, (None,))
     pool.apply(tasks.plain_types)
     assert small.tolist() == [2.0, 2.0]
     assert large.sum().item() == 2.0 * (1 << 16)

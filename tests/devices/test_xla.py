@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,10 +78,6 @@ def product(context: DeviceContext, seed: int) -> float:
     return float((a @ a).relu().sum().item())
 
 
-def kill_oneself(context: DeviceContext) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_workers_are_independent(two: CtxPool, mailbox: Mailbox, gate: Gate):
     """Each worker has its own runtime and device, in a topology of one."""
     found = both(two, mailbox, gate)
@@ -105,7 +100,7 @@ def test_a_killed_worker_comes_back_on_its_ordinal(
     started = time.monotonic() - begin
     begin = time.monotonic()
     with pytest.raises(WorkerDied, match="SIGKILL"):
-        pool.apply(kill_oneself)
+        pool.apply(work.kill_oneself)
     after = both(pool, mailbox, gate)
     took = time.monotonic() - begin
     assert [f["ordinal"] for f in after] == [0, 1]
