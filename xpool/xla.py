@@ -19,6 +19,7 @@ from xpool._worker.entry import set_environment
 from xpool._worker.replica import MpModelWrapper, MpSerialExecutor
 from xpool.devices import DeviceContext, Host, devices
 from xpool.devices._host import running_runtime
+from xpool.devices._kinds import xla_client
 from xpool.errors import OptionError
 
 __all__ = ["MpModelWrapper", "MpSerialExecutor", "launch", "spawn"]
@@ -129,8 +130,7 @@ class _OneHere(ProcessContext):
 
 def _contexts(cache: str | os.PathLike[str] | None) -> list[DeviceContext]:
     host = Host.here(gpus=False)
-    client = host.environ.get("PJRT_DEVICE") or ("TPU" if host.chips else "CPU")
-    if client == "TPU":
+    if xla_client(host) == "TPU":
         return devices("xla", independent=False, cache=cache, host=host)
     each = host.environ.get("CPU_NUM_DEVICES", "")
     number = int(each) if each.isdigit() and int(each) else 1

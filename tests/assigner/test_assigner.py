@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +11,7 @@ pytest.importorskip("torch", reason="xpool.assigner is about torch's models")
 
 import torch
 from devices.hosts import gpu_host
+from support import scripts
 from support.tiers import also
 from torch import nn
 
@@ -24,7 +22,6 @@ from xpool.devices._host import Spare
 
 pytestmark = [pytest.mark.pure, pytest.mark.torch]
 
-ROOT = Path(__file__).resolve().parents[2]
 GIB = 1024**3
 
 
@@ -147,8 +144,7 @@ def test_no_runtime_is_started():
         "ModelAssigner([nn.Linear(2, 2)], {}, move_models=False)\n"
         "print(torch.cuda.is_initialized())"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("False\n", "")
+    assert scripts.run_ok(["-c", code]) == "False\n"
 
 
 def test_models_are_moved(monkeypatch: pytest.MonkeyPatch, two_gpus: None):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
 from typing import Any
 
 from support import gpu
-from support.work import pid, same
+from support.work import kill_oneself, pid, same
 
-__all__ = ["pid", "same"]
+__all__ = ["kill_oneself", "pid", "same"]
 
 kept: dict[str, Any] = {}
 """Objects that tasks keep in this worker."""
@@ -100,10 +99,6 @@ def waited() -> int:
 
 def set_variable(name: str, value: str) -> None:
     os.environ[name] = value
-
-
-def kill_oneself(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def with_context(context: Any, func: Any, *args: Any) -> Any:

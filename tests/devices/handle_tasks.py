@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from typing import Any
 
 from support import work
@@ -135,14 +134,6 @@ def kept_and_blocks(context: Any, *_: Any) -> tuple[int, int]:
     keeper = Keeper.here.get()
     assert keeper is not None
     return len(keeper), arena_here().statistics()["bytes"]
-
-
-def pid_of(context: Any, *_: Any) -> int:
-    return os.getpid()
-
-
-def kill_oneself(context: Any, *_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fail_with(context: Any, tensor: Any) -> None:

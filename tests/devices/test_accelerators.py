@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import scripts, work
-from support.waiting import Gate, Mailbox
+from support import scripts
 
 import xpool.ray
 from xpool import CtxPool, Pool
@@ -523,12 +522,10 @@ torch._register_device_module("npu", sys.modules[__name__])
 '''
 
 
-def opened(context: DeviceContext, box: str, gate: str) -> tuple[Any, ...]:
-    """Wait at the gate, so that each worker runs this once; return what the backend saw."""
+def opened(context: DeviceContext) -> tuple[Any, ...]:
+    """Return what the backend saw."""
     import torch_npu  # type: ignore[import-not-found]
 
-    work.post(box, context.name)
-    work.pass_gate(gate)
     other = os.environ.get("ASCEND_DEVICE_ID")
     return torch_npu.visible, torch_npu.opened, str(context.device), other
 
@@ -550,11 +547,7 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.starts
 @pytest.mark.torch
 def test_workers_of_a_pool_own_one_device_each(
-    make_pool: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    backend: None,
-    mailbox: Mailbox,
-    gate: Gate,
+    make_pool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, backend: None
 ):
     """Each worker sees one device of the program's mask before the backend is imported, and so
     does its replacement."""
@@ -563,17 +556,11 @@ def test_workers_of_a_pool_own_one_device_each(
     host = machine("npu", NPUS, **{ASCEND: "2,3"})
     pool = make_pool(CtxPool, worker_contexts=devices("npu", host=host))
 
-    def all_workers() -> list[tuple[Any, ...]]:
-        asked = [pool.apply_async(opened, (mailbox.path, gate.path)) for _ in range(2)]
-        mailbox.lines(2)
-        gate.open(2)
-        return sorted(result.get() for result in asked)
-
     whole = [("2", [0], "npu:0", None), ("3", [0], "npu:0", None)]
-    assert all_workers() == whole
+    assert pool.run_all(opened) == whole
     with pytest.raises(xpool.WorkerDied):
         pool.apply(die)
-    assert all_workers() == whole
+    assert pool.run_all(opened) == whole
     assert os.environ[ASCEND] == "2,3"
 
 

@@ -41,7 +41,6 @@ class Bound:
         from . import witness
 
         self.seen = witness.ENVIRON
-        self.modules = witness.MODULES
 
 
 def _restore(env: dict[str, str | None], cpus: tuple[int, ...]) -> Bound:

@@ -92,10 +92,6 @@ def post_and_run(core: Core, box: str, how: str) -> None:
     threading.Event().wait()
 
 
-def kill(core: Core) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def leave(core: Core, code: int) -> None:
     sys.exit(code)
 
@@ -278,7 +274,7 @@ def test_killed_by_a_task(start: Any, mailbox: Mailbox, gate: Gate):
     """An idle thread of the killed process loses no task, and waiting tasks run."""
     pool = start(2)
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
-        pool.apply(kill)
+        pool.apply(work.kill_oneself)
     assert caught.value.beside == ""
     assert [i for i, _ in backend(pool, mailbox, gate)] == [0, 1]
 
@@ -538,7 +534,7 @@ def test_handles_go_to_their_worker(make_pool: Callable[..., Any]):
     assert (pid, total, kinds) == (first.pid, 12.0, ["xla", "cpu"])
     assert pool.run_all(tasks.kept) == [1, 1]
     with pytest.raises(WorkerDied):
-        pool.apply(tasks.kill_oneself, (second,))
+        pool.apply(work.kill_oneself, (second,))
     for handle in (first, second):
         with pytest.raises(TensorLost):
             handle.cpu()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,10 +197,6 @@ def steps_for_ever(context: DeviceContext) -> None:
         torch_xla.sync()
 
 
-def kill_oneself(context: DeviceContext) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_a_task_over_its_time(
     make_pool: Callable[..., Any], mailbox: Mailbox, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ):
@@ -230,7 +225,7 @@ def test_a_killed_process_comes_back_on_its_cores(
     asked = [pool.apply_async(at_gate, (mailbox.path, gate.path)) for _ in range(3)]
     mailbox.lines(3)
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
-        pool.apply(kill_oneself)
+        pool.apply(work.kill_oneself)
     gate.open(3)
     lived, lost = [], []
     for one in asked:

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from support import work
 from support.tiers import also
 
 from xpool import CtxPool, P2PPool, Pool, ResultNotPicklable
@@ -116,15 +117,11 @@ def index(context: Any, at: int) -> int:
 def test_the_first_errors_are_those_of_the_task(warm: None):
     """A lack of GPU memory has torch's own class, and the worker goes on."""
     with CtxPool(worker_contexts=devices("cuda")[:1]) as pool:
-        before = pool.apply(pid)
+        before = pool.apply(work.pid)
         with pytest.raises(torch.OutOfMemoryError):
             pool.apply(take, (1 << 50,))
-        assert pool.apply(pid) == before
+        assert pool.apply(work.pid) == before
     pool.join()
-
-
-def pid(context: Any) -> int:
-    return os.getpid()
 
 
 def take(context: Any, nbytes: int) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from support import work
 from support.memory import own_arena
 from support.waiting import Gate, Mailbox, eventually, together
 
@@ -66,7 +67,7 @@ def two(device: str) -> Iterator[CtxPool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PJRT_DEVICE", "CPU")
         pool = start(device, 2)
-        pool.map(tasks.pid_of, range(2), 1)
+        pool.map(work.pid, range(2), 1)
         yield pool
         pool.close()
         pool.join()
@@ -83,14 +84,9 @@ class Pair(NamedTuple):
     b: TensorHandle
 
 
-def pair(pool: Any, mailbox: Mailbox, gate: Gate, sizes: tuple[int, int] = (4, 4)) -> Pair:
+def pair(pool: Any, sizes: tuple[int, int] = (4, 4)) -> Pair:
     """Return a handle of each worker."""
-    asked = [
-        pool.apply_async(tasks.make_at_gate, (mailbox.path, gate.path, size)) for size in sizes
-    ]
-    mailbox.lines(2)
-    gate.open(2)
-    found = Pair(*(one.get() for one in asked))
+    found = Pair(*(pool.run_all(tasks.make, size)[worker] for worker, size in enumerate(sizes)))
     assert found.a.pid != found.b.pid
     return found
 
@@ -194,9 +190,9 @@ def test_kept_tensors_are_computed(two: CtxPool):
 # -- where tasks go ----------------------------------------------------------------------------
 
 
-def test_every_verb_brings_the_task_to_the_owner(two: CtxPool, mailbox: Mailbox, gate: Gate):
+def test_every_verb_brings_the_task_to_the_owner(two: CtxPool):
     """A task with a handle in arguments, keywords or items runs at the handle's owner."""
-    both = pair(two, mailbox, gate)
+    both = pair(two)
     for handle in both:
         expected = (handle.pid, 6.0, ["xla"])
         assert two.apply(tasks.use, (handle,)) == expected
@@ -215,11 +211,11 @@ def test_every_verb_brings_the_task_to_the_owner(two: CtxPool, mailbox: Mailbox,
     assert [pid for pid, _, _ in two.imap(tasks.use, chunks, 4)] == [h.pid for h in chunks]
 
 
-def test_handles_among_other_items(two: CtxPool, mailbox: Mailbox, gate: Gate):
+def test_handles_among_other_items(two: CtxPool):
     """One job may have items with and without handles; results stay in order."""
     import torch
 
-    both = pair(two, mailbox, gate)
+    both = pair(two)
     items = [torch.full((2,), float(i)) if i % 3 else both[i % 2] for i in range(30)]
     sums = [2.0 * i if i % 3 else 6.0 for i in range(30)]
     for found in (
@@ -241,9 +237,9 @@ def test_two_handles_of_one_owner(two: CtxPool):
     assert two.apply(tasks.use, (one, other)) == (one.pid, 16.0, ["xla", "xla"])
 
 
-def test_handles_of_two_owners(two: CtxPool, device: str, mailbox: Mailbox, gate: Gate):
+def test_handles_of_two_owners(two: CtxPool, device: str):
     """The task runs where most bytes are, and the other tensor is copied there."""
-    both = pair(two, mailbox, gate, (4, 8))
+    both = pair(two, (4, 8))
     # The copy is on the device, if the worker has a real one.
     where = "xla" if device == "xla" else "cpu"
     assert two.apply(tasks.use, both) == (both.b.pid, 34.0, [where, "xla"])
@@ -267,9 +263,9 @@ def test_another_worker_can_be_requested(make_pool: Callable[..., Any]):
         assert next(pool.imap(tasks.plain_use, [handle]))[0] == 1
 
 
-def test_functions_that_hold_handles(two: CtxPool, mailbox: Mailbox, gate: Gate):
+def test_functions_that_hold_handles(two: CtxPool):
     """Handles in a partial or a closure bind the job's tasks like arguments."""
-    both = pair(two, mailbox, gate, (4, 8))
+    both = pair(two, (4, 8))
     for handle, total in zip(both, (6.0, 28.0)):
 
         def closure(context: Any, other: Any, held: Any = handle) -> Any:
@@ -414,9 +410,9 @@ def test_a_thousand_handles(make_two: Any):
     assert looks <= 20  # some are freed before each task
 
 
-def test_many_threads(two: CtxPool, mailbox: Mailbox, gate: Gate):
+def test_many_threads(two: CtxPool):
     """Threads use and drop handles of both workers concurrently."""
-    both = pair(two, mailbox, gate)
+    both = pair(two)
 
     def run(i: int) -> None:
         for _ in range(20):
@@ -430,12 +426,12 @@ def test_many_threads(two: CtxPool, mailbox: Mailbox, gate: Gate):
 # -- what goes wrong ---------------------------------------------------------------------------
 
 
-def test_the_owner_dies(make_two: Any, mailbox: Mailbox, gate: Gate):
+def test_the_owner_dies(make_two: Any):
     """Each use of a dead worker's handles raises TensorLost; other handles work."""
     pool = make_two(2)
-    lost, good = pair(pool, mailbox, gate)
+    lost, good = pair(pool)
     with pytest.raises(WorkerDied, match="SIGKILL"):
-        pool.apply(tasks.kill_oneself, (lost,))
+        pool.apply(work.kill_oneself, (lost,))
     for use in (lost.cpu, lambda: pool.apply(tasks.use, (good, lost))):
         with pytest.raises(TensorLost, match=r"shape \(4,\), torch.float32, on xla:0 is lost"):
             use()
@@ -455,7 +451,7 @@ def test_waiting_tasks_of_a_dead_owner(make_two: Any, mailbox: Mailbox, gate: Ga
     pool = make_two(1)
     handle = pool.apply(tasks.make)
     first = pool.apply_async(tasks.make_at_gate, (mailbox.path, gate.path))
-    killer = pool.apply_async(tasks.kill_oneself, (handle,), retries=2)
+    killer = pool.apply_async(work.kill_oneself, (handle,), retries=2)
     behind = [pool.apply_async(tasks.use, (handle,)) for _ in range(3)]
     mailbox.lines(1)
     gate.open(1)
@@ -598,7 +594,7 @@ def test_options_are_shared(make_pool: Callable[..., Any]):
     small, large = torch.zeros(2), torch.zeros(1 << 16)
     pool = make_pool(Pool, 1, tasks.write_to, (small, large), is_copy_tensor=False)
     with pytest.raises(WorkerDied):
-        pool.apply(tasks.kill_oneself, (None,))
+        pool.apply(work.kill_oneself, (None,))
     pool.apply(tasks.plain_types)
     assert small.tolist() == [2.0, 2.0]
     assert large.sum().item() == 2.0 * (1 << 16)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from support import scripts
 
 pytestmark = pytest.mark.torch_tpu
-
-ROOT = Path(__file__).resolve().parents[2]
 
 PREFIX = """
 import dataclasses, os, sys
@@ -35,17 +29,9 @@ host = dataclasses.replace(Host.here(gpus=False), chips=(Chip("v6e"),) * 4)
 
 def run(code: str, **env: str) -> list[str]:
     """Run a program without variables about backends."""
-    environ = {**os.environ, **env}
-    if "TORCH_DEVICE_BACKEND_AUTOLOAD" not in env:
-        environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
-    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", PREFIX + code],
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+        done = scripts.run(["-c", PREFIX + code], **env)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from support import scripts, work
 from support.limits import WAIT
-from support.waiting import Gate, Mailbox
+from support.waiting import Gate
 
 from xpool import CtxPool, OptionError, WorkerDied, xla
 from xpool.devices import DeviceContext, devices
@@ -56,21 +55,6 @@ def facts(context: DeviceContext, *_: Any) -> dict[str, Any]:
     }
 
 
-def facts_at_gate(context: DeviceContext, box: str, gate: str) -> dict[str, Any]:
-    found = facts(context)
-    work.post(box, str(context.ordinal))
-    work.pass_gate(gate)
-    return found
-
-
-def both(pool: CtxPool, mailbox: Mailbox, gate: Gate) -> list[dict[str, Any]]:
-    """Return the facts of both workers."""
-    asked = [pool.apply_async(facts_at_gate, (mailbox.path, gate.path)) for _ in range(2)]
-    mailbox.lines(2)
-    gate.open(2)
-    return sorted((a.get() for a in asked), key=lambda f: f["ordinal"])
-
-
 def product(context: DeviceContext, seed: int) -> float:
     """Return the result of a compiled graph."""
     import torch
@@ -79,13 +63,9 @@ def product(context: DeviceContext, seed: int) -> float:
     return float((a @ a).relu().sum().item())
 
 
-def kill_oneself(context: DeviceContext) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_workers_are_independent(two: CtxPool, mailbox: Mailbox, gate: Gate):
+def test_workers_are_independent(two: CtxPool):
     """Each worker has its own runtime and device, in a topology of one."""
-    found = both(two, mailbox, gate)
+    found = two.run_all(facts)
     assert [f["ordinal"] for f in found] == [0, 1]
     for f in found:
         assert f["device"] == f["default"] == "xla:0"
@@ -95,18 +75,16 @@ def test_workers_are_independent(two: CtxPool, mailbox: Mailbox, gate: Gate):
     assert found[0]["pid"] != found[1]["pid"]
 
 
-def test_a_killed_worker_comes_back_on_its_ordinal(
-    make_pool: Callable[..., Any], mailbox: Mailbox, gate: Gate
-):
+def test_a_killed_worker_comes_back_on_its_ordinal(make_pool: Callable[..., Any]):
     """The replacement has the same ordinal, and answers after its runtime has started."""
     pool = make_pool(CtxPool, worker_contexts=devices("xla", 2))
     begin = time.monotonic()
-    before = both(pool, mailbox, gate)
+    before = pool.run_all(facts)
     started = time.monotonic() - begin
     begin = time.monotonic()
     with pytest.raises(WorkerDied, match="SIGKILL"):
-        pool.apply(kill_oneself)
-    after = both(pool, mailbox, gate)
+        pool.apply(work.kill_oneself)
+    after = pool.run_all(facts)
     took = time.monotonic() - begin
     assert [f["ordinal"] for f in after] == [0, 1]
     assert len({f["pid"] for f in before} & {f["pid"] for f in after}) == 1

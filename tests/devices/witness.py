@@ -5,4 +5,3 @@ import sys
 
 ENVIRON = dict(os.environ)
 CPUS = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
-MODULES = set(sys.modules)

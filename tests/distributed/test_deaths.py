@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import signal
 import threading
 import time
@@ -16,6 +15,7 @@ pytest.importorskip("torch", reason="xpool.distributed needs torch")
 import torch
 from support.ranks import Ranks, in_world
 from support.tiers import also
+from support.work import kill_oneself
 
 from xpool import TimeoutError, WorkerDied
 from xpool.distributed import CollectiveGroup, GroupError, GroupTimeout, PeerLost, World, join
@@ -25,10 +25,6 @@ pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 
 SECONDS = 20.0  # far below the timeouts below, far above the needs of a loaded machine
 TIMEOUT = 600
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def all_reduce(group: CollectiveGroup) -> None:
@@ -61,7 +57,7 @@ def last_dies(world: World, operation: Any) -> tuple[float, str]:
     group = world.create_collective_group(world.get_ranks(), timeout=TIMEOUT)
     group.all_reduce(torch.ones(1))  # makes all connections
     if world.rank == world.world_size - 1:
-        die()
+        kill_oneself()
     begin = time.monotonic()
     with pytest.raises(PeerLost) as error:
         operation(group)
@@ -95,7 +91,7 @@ def reports_a_loss(world: World) -> str:
     group = world.create_collective_group([0, 1, 2], timeout=TIMEOUT)
     group.barrier()
     if world.rank == 2:
-        die()
+        kill_oneself()
     pending = group.irecv(torch.ones(1))
     world.lost(2, "was killed, says the pool")
     with pytest.raises(PeerLost) as error:
@@ -112,7 +108,7 @@ def test_reported_loss(ranks: Ranks):
 
 def world_group_after(world: World) -> str:
     if world.rank == 2:
-        die()
+        kill_oneself()
     assert world.peers.wait_lost(["w2"], SECONDS) == ["w2"]
     with pytest.raises(PeerLost) as error:
         world.group.irecv(torch.ones(1), 2)
@@ -130,7 +126,7 @@ def idle_survivor(world: World) -> str:
     group = world.create_collective_group([0, 1, 2], timeout=TIMEOUT)
     group.barrier()
     if world.rank == 2:
-        die()
+        kill_oneself()
     if world.rank == 1:
         with pytest.raises(PeerLost):
             group.recv(torch.ones(1), 0)
@@ -153,7 +149,7 @@ def first_ranks_die(world: World) -> list[str]:
     world.create_rpc_group("all", world.get_members()[::-1])
     for rank in (0, 1):
         if world.rank == rank:
-            die()
+            kill_oneself()
         assert world.peers.wait_lost([f"w{rank}"], SECONDS) == [f"w{rank}"]
         world.create_rpc_group(f"after {rank}", world.get_members()[:rank:-1])
     return sorted(world.peers.lost())
@@ -174,7 +170,7 @@ def calls_to_the_dead(world: World) -> float:
     group.barrier()
     if world.rank == 2:
         group.barrier()
-        die()
+        kill_oneself()
     pending = group.registered_async("sleep", (TIMEOUT,), timeout=0)
     group.barrier()
     with pytest.raises(PeerLost, match="'w2'"):
@@ -204,7 +200,7 @@ class Mortal:
     """An object whose process dies when its method is called."""
 
     def die(self) -> None:
-        die()
+        kill_oneself()
 
 
 def by_reference(world: World, how: str) -> str:
@@ -214,7 +210,7 @@ def by_reference(world: World, how: str) -> str:
         threading.Event().wait()
     with pytest.raises(PeerLost) as error:
         if how == "to_here":
-            group.remote("w1", die).to_here()
+            group.remote("w1", kill_oneself).to_here()
         else:
             result = getattr(group.remote("w1", Mortal), how)().die()
             result.wait() if how == "rpc_async" else result.to_here()
@@ -233,7 +229,7 @@ def waits_while_one_dies(world: World, what: str) -> str:
     group = world.create_rpc_group("group", world.get_members())
     if world.rank == 1:
         group.rpc_sync("w0", abs, args=(-1,))
-        die()
+        kill_oneself()
     with pytest.raises(PeerLost) as error:
         if what == "barrier":
             group.barrier()
@@ -269,7 +265,7 @@ def test_leaving(ranks: Ranks):
 
 def never_joined(rank: int, address: str) -> None:
     if rank == 1:
-        die()
+        kill_oneself()
     World(f"w{rank}", rank, 3, dist_init_method=address, dist_timeout=1)
 
 
@@ -296,7 +292,7 @@ def dies_in_a_group(rank: int, n: int) -> str:
     group = get_world().create_collective_group(range(n), timeout=TIMEOUT)
     group.barrier()
     if rank == 1:
-        die()
+        kill_oneself()
     with pytest.raises(PeerLost) as error:
         group.all_reduce(torch.ones(1))
     return str(error.value)
@@ -373,7 +369,7 @@ def dies_while_joining(rank: int, address: str, stage: str, later: str) -> tuple
 
     if rank == 1:
         where, _, name = stage.rpartition(".")
-        setattr(importlib.import_module(where), name, lambda *_, **__: die())
+        setattr(importlib.import_module(where), name, kill_oneself)
     limits = {"dist_timeout": 3, "rpc_timeout": 3}
     try:
         with World(f"w{rank}", rank, 3, dist_init_method=address, **limits) as world:
@@ -408,7 +404,7 @@ def joins_a_newcomer(rank: int, address: str, later: str) -> float:
     """Rank 0 fails to join one world, then joins the next with a new process."""
     if rank == 1:
         # An assignment would go with each message of other tests, to workers without torch.
-        vars(torch.distributed).update(init_process_group=lambda *_, **__: die())
+        vars(torch.distributed).update(init_process_group=kill_oneself)
     if rank < 2:
         with pytest.raises(GroupTimeout):
             World(f"w{rank}", rank, 2, init_rpc=False, dist_init_method=address, dist_timeout=1)
@@ -430,7 +426,7 @@ def all_at_once(world: World, seconds: float) -> str:
     group = world.create_rpc_group("group", world.get_members())
     collective = world.create_collective_group(world.get_ranks(), timeout=TIMEOUT)
     if world.rank == 1:
-        threading.Timer(seconds, die).start()
+        threading.Timer(seconds, kill_oneself).start()
 
     def calls() -> None:
         while True:

@@ -13,14 +13,13 @@ A block of kind ``text`` that follows has the program's exact output.
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from support import scripts
+from support.scripts import ROOT
 
 from xpool import Pool
 
@@ -28,7 +27,6 @@ pytest.importorskip("torch", reason="most of the pages use torch")
 
 pytestmark = pytest.mark.torch
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(r"(?:^<!-- ((?:(?!-->).)*) -->\n)?^```([^\n]*)\n(.*?)^```$", re.M | re.S)
 
@@ -133,17 +131,13 @@ def test_block(tmp_path: Path, program: Program):
         pytest.skip(program.why_not)
     for name, text in {**program.files, "program.py": program.text}.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "program.py"],
-        # torch would log each connection that a leaving rank closes.
+    out = scripts.run_ok(
+        ["-W", "error", "program.py"],
         cwd=tmp_path,
-        # Unbuffered, as in a terminal, where lines of the program and of workers are in order.
-        env={
-            **os.environ, "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "PYTHONUNBUFFERED": "1",
-        },
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+        # torch would log each connection that a leaving rank closes.
+        TORCH_CPP_LOG_LEVEL="ERROR",
+        # As in a terminal, where lines of the program and of workers are in order.
+        PYTHONUNBUFFERED="1",
+    )
     if program.prints is not None:
-        assert done.stdout == program.prints
+        assert out == program.prints

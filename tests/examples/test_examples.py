@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from xml.etree import ElementTree
 
 import pytest
-from support.limits import PROGRAM_LIMIT
+from support import scripts
 from support.screen import OnTerminal
+from support.scripts import ROOT
 
 pytest.importorskip("torch", reason="the examples use torch")
 pytest.importorskip("tqdm", reason="the tour shows a progress bar")
@@ -30,16 +30,11 @@ pytestmark = [
     ),
 ]
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def run(name: str, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+def run(name: str, *arguments: str, code: int = 0) -> CompletedProcess[str]:
     """Run the example as a user would, with warnings as errors."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error::ResourceWarning", str(ROOT / "examples" / name), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
-    )  # fmt: skip
+    path = str(ROOT / "examples" / name)
+    done = scripts.run(["-W", "error::ResourceWarning", path, *arguments])
     assert done.returncode == code, done.stdout + done.stderr
     return done
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
-from support.limits import PROGRAM_LIMIT
+from support import scripts
+from support.scripts import ROOT
 
 pytest.importorskip("ray", reason="ray is not installed: pip install xpool[ray]")
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Only on loopback, and without unused services.
 CLUSTER = """
@@ -27,11 +23,8 @@ ray.init(
 
 def run(code: str) -> list[str]:
     """Run code with its own cluster; return its output without Ray's lines."""
-    done = subprocess.run(
-        [sys.executable, "-c", CLUSTER + textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])},
-        capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
-    )  # fmt: skip
+    path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    done = scripts.run(["-c", CLUSTER + textwrap.dedent(code)], PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if "(raylet)" not in line]
 
@@ -46,19 +39,11 @@ def test_a_lost_host():
     """When one of two hosts is killed, no result of the evaluation is missing."""
     for module in ("torch", "sklearn"):
         pytest.importorskip(module, reason=f"examples/cluster.py uses {module}")
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples/cluster.py"],
-        # A death is noticed after one second instead of ten.
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "RAY_health_check_initial_delay_ms": "500",
-            "RAY_health_check_period_ms": "500",
-            "RAY_health_check_timeout_ms": "500",
-            "RAY_health_check_failure_threshold": "2",
-        },
-        capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
-    )  # fmt: skip
+    # A death is noticed after one second instead of ten.
+    health = {"initial_delay_ms": "500", "period_ms": "500", "timeout_ms": "500"}
+    health["failure_threshold"] = "2"
+    variables = {f"RAY_health_check_{name}": value for name, value in health.items()}
+    done = scripts.run([str(ROOT / "examples/cluster.py")], **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     shown = (ROOT / "docs/gallery.md").read_text(encoding="utf-8").split("cluster.py\n")[1]
     *first, last = shown.partition("```")[0].splitlines()

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from support.scripts import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/**/*.md")])
 GUIDE = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support import scripts
+from support.scripts import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
 
 pytestmark = [pytest.mark.xpool_only, pytest.mark.exhaustive]
@@ -35,11 +33,8 @@ def play(folder: Path, mend: bool, quick: bool = True) -> str:
         if quick and name == "test_my_pool.py":
             text += QUICK
         (folder / name).write_text(text, encoding="utf-8")
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_pool.py"],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=300, check=False,
-    ).stdout  # fmt: skip
+    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_pool.py"]
+    return scripts.run(options, cwd=folder).stdout
 
 
 def test_the_bug_is_found(tmp_path):

@@ -37,7 +37,7 @@ class Fleet:
     def start(self, tell):
         self.tell = tell
         for host in 0, 1:
-            tell(m.Joined(host, 1, f"host{host}"))
+            tell(m.Joined(host, f"host{host}"))
         return [1, 1]
 
     def call(self, host, call, hold=False):

@@ -271,47 +271,47 @@ def test_worker_that_cannot_map_it(
         make_pool(xpool.Pool, 1, context="fork", is_copy_tensor=False).apply(abs, (1,))
 
 
+@pytest.fixture
+def attachments(warm: None) -> Iterator[list[int]]:
+    """Take all attachments of the arena, and give back those that are left after the test."""
+    taken = []
+    while (attachment := own_arena().take_attachment()) is not None:
+        taken.append(attachment)
+    yield taken
+    for attachment in taken:
+        own_arena().reclaim(attachment)
+
+
+@pytest.mark.usefixtures("attachments")
 def test_named_objects_in_a_worker_that_cannot_map_it(
-    make_pool: Callable[..., Any], warm: None, monkeypatch: pytest.MonkeyPatch
+    make_pool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a worker also gets what lies in blocks of its own, which messages only name: large
     globals, broadcasts, and shared lists."""
-    attachments = []
-    while (attachment := own_arena().take_attachment()) is not None:
-        attachments.append(attachment)
-    try:
-        pool = make_pool(xpool.Pool, 1)
-        assert pool.apply(abs, (-1,)) == 1
-        monkeypatch.setitem(globals(), "later", torch.full((MIB,), 7))
-        once = pool.broadcast([torch.full((MIB,), 8)])
-        for change in 0, 1:  # a task's change of the object stays in the worker
-            sums = pool.map(lambda i: int(later[i]) + int(once[0].add_(1)[i]), range(3), 1)
-            assert sums == [16 + 3 * change, 17 + 3 * change, 18 + 3 * change]
-        assert pool.apply(sum, (xpool.SharedList(range(10)),)) == 45
-        assert list(pool.imap(range, [3, 2], yields=True, retries=1)) == [0, 1, 2, 0, 1]
-        assert not pool._engine.workers[0].mapped
-    finally:
-        for attachment in attachments:
-            own_arena().reclaim(attachment)
+    pool = make_pool(xpool.Pool, 1)
+    assert pool.apply(abs, (-1,)) == 1
+    monkeypatch.setitem(globals(), "later", torch.full((MIB,), 7))
+    once = pool.broadcast([torch.full((MIB,), 8)])
+    for change in 0, 1:  # a task's change of the object stays in the worker
+        sums = pool.map(lambda i: int(later[i]) + int(once[0].add_(1)[i]), range(3), 1)
+        assert sums == [16 + 3 * change, 17 + 3 * change, 18 + 3 * change]
+    assert pool.apply(sum, (xpool.SharedList(range(10)),)) == 45
+    assert list(pool.imap(range, [3, 2], yields=True, retries=1)) == [0, 1, 2, 0, 1]
+    assert not pool._engine.workers[0].mapped
 
 
-def test_more_workers_than_attachments(make_pool: Callable[..., Any], calm: None) -> None:
+def test_more_workers_than_attachments(
+    make_pool: Callable[..., Any], calm: None, attachments: list[int]
+) -> None:
     """Workers without an attachment use the pipe."""
-    attachments = []
-    while (attachment := own_arena().take_attachment()) is not None:
-        attachments.append(attachment)
     own_arena().reclaim(attachments.pop())
-    try:
-        pool = make_pool(xpool.Pool, 2)
-        sent = [torch.full((MIB,), i, dtype=torch.uint8) for i in range(20)]
-        back = list(pool.imap(tasks.same, sent))
-        assert all((x == i).all() for i, x in enumerate(back))
-        assert sorted(slot.mapped for slot in pool._engine.workers) == [False, True]
-        with pytest.raises(xpool.WorkerStartFailed, match="479"):
-            make_pool(xpool.Pool, 2, is_copy_tensor=False).apply(abs, (1,))
-    finally:
-        for attachment in attachments:
-            own_arena().reclaim(attachment)
+    pool = make_pool(xpool.Pool, 2)
+    sent = [torch.full((MIB,), i, dtype=torch.uint8) for i in range(20)]
+    back = list(pool.imap(tasks.same, sent))
+    assert all((x == i).all() for i, x in enumerate(back))
+    assert sorted(slot.mapped for slot in pool._engine.workers) == [False, True]
+    with pytest.raises(xpool.WorkerStartFailed, match="479"):
+        make_pool(xpool.Pool, 2, is_copy_tensor=False).apply(abs, (1,))
 
 
 # -- failed and dropped jobs -----------------------------------------------------------------------

@@ -282,7 +282,7 @@ class HostWorld(World):
         host = self.hosts[number] = Host(self, number, self.sizes[number])
         self.progress = self.now
         self.note(self.at, host.name, "is there, with", host.workers, "workers")
-        self.later(self.trip(), self.tell, m.Joined(number, host.workers, host.name))
+        self.later(self.trip(), self.tell, m.Joined(number, host.name))
 
     def comes_not(self, number: int) -> None:
         """A host will never join."""

@@ -66,10 +66,10 @@ def write(path: Path, text: str) -> str:
 
 
 def run(
-    arguments: Sequence[str], text: str | None = None, **more: str
+    arguments: Sequence[str], text: str | None = None, cwd: Path | None = None, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run to the end; `text` is the standard input, for ``python -``; ``more`` are variables."""
-    process = popen(arguments, more)
+    process = popen(arguments, more, cwd=cwd)
     try:
         out, err = process.communicate(
             None if text is None else textwrap.dedent(text), PROGRAM_LIMIT
@@ -83,9 +83,11 @@ def run(
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
-def run_ok(arguments: Sequence[str], text: str | None = None, **more: str) -> str:
+def run_ok(
+    arguments: Sequence[str], text: str | None = None, cwd: Path | None = None, **more: str
+) -> str:
     """Run to the end, expect exit code 0 and an empty stderr; return the output."""
-    done = run(arguments, text, **more)
+    done = run(arguments, text, cwd, **more)
     assert done.returncode == 0 and not done.stderr, (
         f"exit code {done.returncode}\n--- out\n{done.stdout}\n--- err\n{done.stderr}"
     )

@@ -91,12 +91,16 @@ class HostEngine:
         return True
 
     def submit(self, *ranges: TaskRange) -> None:
-        if self._postponed(self.submit, *ranges):
-            return
+        self._put(ranges)
+
+    def _put(self, ranges: Sequence[TaskRange], hold: bool = False) -> tuple[int, int] | None:
+        if self._postponed(self._put, ranges):
+            return None
         with self.lock:
-            self.service.put(ranges)
+            held = self.service.put(ranges, hold)
             if self.results:
-                self._events.put(None)  # wakes the engine's thread, which takes the results
+                self.wake()  # the engine's thread takes the results
+        return held
 
     def submit_call(self, number: int, payload: bytes | memoryview, terms: Terms) -> None:
         if self._postponed(self.submit_call, number, payload, terms):
@@ -111,14 +115,7 @@ class HostEngine:
     def put_direct(
         self, number: int, payload: bytes | memoryview, bound: int | None, terms: Terms
     ) -> Any:
-        task_range = TaskRange(CALLS, 0, number, (payload,), bound, terms)
-        if self._postponed(self.submit, task_range):
-            return None
-        with self.lock:
-            held = self.service.put((task_range,), hold=True)
-            if self.results:
-                self._events.put(None)
-        return held
+        return self._put((TaskRange(CALLS, 0, number, (payload,), bound, terms),), hold=True)
 
     def await_answer(self, worker: Any, number: int) -> None:
         host, held = worker
@@ -234,12 +231,12 @@ class HostEngine:
     def retire_all(self) -> None:
         with self.lock:
             self.service.retire()
-        self._events.put(None)
+        self.wake()
 
     def terminate(self, at_once: bool = False) -> None:
         with self.lock:
             self.service.stop()
-        self._events.put(None)
+        self.wake()
 
     def close(self) -> None:
         self._fleet.close()
@@ -277,7 +274,7 @@ class HostEngine:
 
     def drop(self) -> None:
         self.dropped = True
-        self._events.put(None)
+        self.wake()
 
 
 def make_engine(

@@ -47,10 +47,9 @@ class Coming(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """An agent has started, with this number of workers; ``name``: of its host, for texts."""
+    """An agent has started; ``name``: of its host, for texts."""
 
     host: int
-    workers: int
     name: str
 
 

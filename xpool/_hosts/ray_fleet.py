@@ -90,7 +90,6 @@ def parts_of(said: Any) -> list[Any]:
 
 STORE_BYTES = 64 * 1024
 """Calls of at least this many bytes are treated as ones that Ray puts into its store.  Ray does so
-from xpool._python.starting import PromptThread
 from 100 KiB on, and a call has other parts besides the messages."""
 
 QUERY_SECONDS = 1.0
@@ -195,7 +194,7 @@ class RayFleet:
         first, self._workers = self._workers, self._workers + node.workers
         self._waiting[number] = time.monotonic() + BEGIN_SECONDS
         began = self._actors[number].begin.remote(self._config, node.name, first, node.workers)
-        self._when_done(began, functools.partial(self._began, number, node))
+        self._when_done(began, functools.partial(self._began, number, node.name))
 
     def _add(self, node: Node) -> None:
         number = self._place(node)
@@ -282,15 +281,15 @@ class RayFleet:
 
         ref.future().add_done_callback(done)
 
-    def _began(self, number: int, node: Node, result: Any, error: BaseException | None) -> None:
+    def _began(self, number: int, name: str, result: Any, error: BaseException | None) -> None:
         self._waiting.pop(number, None)
         if error is None:
-            self._tell(m.Joined(number, node.workers, node.name))
+            self._tell(m.Joined(number, name))
         elif self._is_dead(error):
             self._dead(number, _reason(error))
         else:
             cause = getattr(error, "cause", None) or error
-            wrong = cause if isinstance(cause, XPoolError) else _not_there(node.name, cause)
+            wrong = cause if isinstance(cause, XPoolError) else _not_there(name, cause)
             self._tell(m.Refused(wrong))
             self.stop(number)
             self._tell(m.Dead(number, str(wrong)))  # no call under way will fail and report it

@@ -257,9 +257,6 @@ class _Later:
     def get(self) -> Any:
         return self._func(*self._args)
 
-    def cancel(self) -> bool:
-        return True
-
 
 class _Pooled:
     """Workers of a pool, which is the loader's own or was given to it."""

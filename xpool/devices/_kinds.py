@@ -90,7 +90,13 @@ def _cores(number: int, workers: int, process: DeviceContext) -> list[DeviceCont
 
 
 def _spread(n: int, per_process: int) -> list[int]:
+    """Return the number of workers of each process."""
     return [min(per_process, n - i) for i in range(0, n, per_process)]
+
+
+def xla_client(host: Host) -> str:
+    """Return the client of torch_xla that a program on this machine uses."""
+    return host.environ.get("PJRT_DEVICE") or ("TPU" if host.chips else "CPU")
 
 
 def _cpu(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
@@ -198,7 +204,7 @@ def _xla(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
     n, per_worker, per_process, independent, framework = asked
     if framework == "torch_tpu":
         raise OptionError("devices('xla') uses torch_xla; for torch_tpu use devices('tpu')")
-    client = host.environ.get("PJRT_DEVICE") or ("TPU" if host.chips else "CPU")
+    client = xla_client(host)
     if client == "TPU":
         return _tpu(host, asked._replace(framework="torch_xla"))
     pick_framework(host.packages, "torch_xla")
@@ -253,16 +259,17 @@ def _tpu(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
         )
     wanted = (framework,) if framework else ("torch_tpu", "torch_xla")
     framework = pick_framework(host.packages, *wanted)
-    # The chips that each process opens.
     usable = _masked_chips(host)
     cores = _workers_of_a_chip(host, framework, per_worker, per_process, independent)
+    spread: list[int] = []  # the number of workers of each process, if it has several
     if cores > 1:
         what = "cores of TPU chips that this process may use"
-        n = len(_share_out(cores * len(usable), n, 1, what))
-        own = [[usable[i]] for i in range(len(_spread(n, cores)))]
+        spread = _spread(len(_share_out(cores * len(usable), n, 1, what)), cores)
+        shares = [range(i, i + 1) for i in range(len(spread))]
     else:
         shares = _share_out(len(usable), n, per_worker, "TPU chips that this process may use")
-        own = [[usable[i] for i in which] for which in shares]
+    # The chips that each process opens.
+    own = [[usable[i] for i in which] for which in shares]
     for c in sorted({c for chips in own for c in chips}):
         chip = host.chips[c]
         if chip.user:
@@ -296,7 +303,7 @@ def _tpu(host: Host, asked: DeviceRequest) -> list[DeviceContext]:
         nodes = [host.chips[c].node for c in chips]
         name = ",".join(map(str, chips))
         part = _part("tpu", framework, env, name, len(chips) * each, nodes)
-        parts += _cores(i, _spread(n or 0, cores)[i], part) if cores > 1 else [part]
+        parts += _cores(i, spread[i], part) if spread else [part]
     return _contexts(host, parts, group)
 
 

@@ -77,21 +77,14 @@ def check_timeout(name: str, value: Any) -> float:
 
 
 def check_address(name: str, address: Any) -> None:
-    if address is None:
-        return
-    if not isinstance(address, str):
+    """Check an address, or None.  If torch cannot open the file of a store, it waits for minutes
+    and holds the interpreter's lock meanwhile."""
+    if address is not None and not isinstance(address, str):
         raise OptionError(f"{name} must be text, not {address!r}: give {_FORMS}")
-    url = urlparse(address)
-    if url.scheme == "file":
-        _check_file(address, url.netloc, url.path)
-
-
-def _check_file(address: str, netloc: str, path: str) -> None:
-    """Check the path of a store.  If torch cannot open a file, it waits for minutes and holds the
-    interpreter's lock meanwhile."""
-    problem = None
-    folder = os.path.dirname(path)
-    if netloc or not os.path.isabs(path):
+    if address is None or (url := urlparse(address)).scheme != "file":
+        return
+    path, folder = url.path, os.path.dirname(url.path)
+    if url.netloc or not os.path.isabs(path):
         problem = "is not an absolute path"
     elif not os.path.isdir(folder):
         problem = f"is in no folder: there is no {folder}"
@@ -101,8 +94,9 @@ def _check_file(address: str, netloc: str, path: str) -> None:
         problem = "cannot be written by this process"
     elif not _is_store(path):
         problem = "is there already, and is no store of torch's"
-    if problem is not None:
-        raise OptionError(f"{address!r} is not a valid address: it {problem}. Give {_FORMS}")
+    else:
+        return
+    raise OptionError(f"{address!r} is not a valid address: it {problem}. Give {_FORMS}")
 
 
 def _is_store(path: str) -> bool:
