@@ -102,7 +102,7 @@ def of_world(world):
     return mutant
 
 
-scheduler, engine, ends = of_world("scheduler"), of_world("engine"), of_world("ends")
+scheduler, engine = of_world("scheduler"), of_world("engine")
 
 swapped = mock.patch.object
 """Replaces an attribute of an object for the time of a block."""
@@ -777,16 +777,16 @@ def _(original, replacement, *how):
 engine("a removed worker is replaced when it has ended", Replacement, "_left_over", false)
 
 
-ends("a worker is replaced before the pool was told of its end", Replacement, "_decide")(
+engine("a worker is replaced before the pool was told of its end", Replacement, "_decide")(
     during("_untold", set())
 )
-ends(
+engine(
     "the pool ends before it was told of all ends",
     Replacement,
     "ended",
     property(lambda one: one.ending and all(w.state is WorkerStates.ABSENT for w in one._workers)),
 )
-ends(
+engine(
     "a place stays empty after the pool was told of an end",
     Replacement,
     "told",
