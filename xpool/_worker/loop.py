@@ -329,20 +329,24 @@ class _Worker:
         box = self._replies.box
         box.tick()
         try:
-            if type(func) is _Closed:
-                func = self._open(func)
-            if mode is not None and OF_MAPS[mode] in (each, star_each):
-                func = task_function(func, tick=box.tick)
-            return self._run(func, mode, payload)
+            return self._run(func, mode, payload, box.tick)
         finally:
             box.rest()
 
-    def _run(self, func: Any, mode: int | None, payload: bytes | memoryview) -> _Answer:
+    def _run(
+        self,
+        func: Any,
+        mode: int | None,
+        payload: bytes | memoryview,
+        tick: Callable[[], object] | None = None,
+    ) -> _Answer:
         record = None
         task: Any = _UNLOADED
         try:
             if type(func) is _Closed:
                 func = self._open(func)
+            if tick is not None and mode is not None and OF_MAPS[mode] in (each, star_each):
+                func = task_function(func, tick=tick)
             if type(func) is TaskFunction:
                 record = func
                 for state, buffers in record.states:
