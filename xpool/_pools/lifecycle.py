@@ -40,11 +40,6 @@ class Lifecycle:
         self.state = PoolStates.RUN
         self._jobs.accepting = True
 
-    def abort(self) -> None:
-        """Accept no jobs: the constructor of the pool has failed."""
-        self.state = PoolStates.TERMINATE
-        self._jobs.accepting = False
-
     def check_running(self) -> None:
         """Raise `PoolClosed`, with the reason, unless the pool takes work."""
         if self.state is PoolStates.RUN:
