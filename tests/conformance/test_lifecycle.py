@@ -276,6 +276,7 @@ def test_states_and_repr(kind, make_pool, mailbox, gate):
     gate.open()
     pool.join()
     pool.terminate()
+    pool.close()  # nothing leads back
     assert pool.state == PoolStates.TERMINATE == multiprocessing.pool.TERMINATE
     assert "TERMINATE" in repr(pool)
 

@@ -126,6 +126,29 @@ def test_a_stack_from_before_the_request_to_stop(tmp_path):
     assert scripts.run_ok([script]) == "stopped\n"
 
 
+class Endless:
+    """A function whose unpickling does not end."""
+
+    def __setstate__(self, state):
+        work.count_up()
+
+    def __getstate__(self):
+        return {"some": "state"}
+
+    def __call__(self, x):
+        return x
+
+
+@pytest.mark.parametrize("verb", ["apply", "map"])
+def test_a_function_that_is_unpickled_for_too_long(process_kind, make_pool, verb):
+    """Its task is stopped as one that runs, and the worker stays alive."""
+    pool = make_pool(process_kind, 1)
+    pid = pool.apply(work.pid)
+    with pytest.raises(TaskTimeout):
+        getattr(pool, verb)(Endless(), (1,), timeout=LIMIT)
+    assert pool.apply(work.pid) == pid
+
+
 def alarmed(seconds):
     """Return whether an alarm's handler runs while this function calls a pool."""
     came = []

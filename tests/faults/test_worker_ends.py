@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -216,33 +215,6 @@ def test_resize(ends):
         assert len(ends) == 2
 
 
-class Locked:
-    """A context that takes a lock file, which only the hook removes."""
-
-    def __init__(self, folder: Path, i: int) -> None:
-        self.path = folder / f"lock{i}"
-
-    def enter(self) -> None:
-        os.close(os.open(self.path, os.O_CREAT | os.O_EXCL))
-        self.path.write_text(str(os.getpid()))
-
-
-def _free(end: WorkerEnd) -> None:
-    assert end.context.path.read_text() == str(end.pid)
-    end.context.path.unlink()
-
-
-@pytest.fixture
-def freeing(ends):
-    """A hook that removes the worker's lock file, and then records its end."""
-
-    def hook(end: WorkerEnd) -> None:
-        _free(end)
-        ends(end)
-
-    return hook
-
-
 def test_a_hook_that_raises(monkeypatch, ends):
     """An exception of the hook goes to `threading.excepthook`, and the worker is replaced."""
     caught: list[Any] = []
@@ -435,19 +407,22 @@ def test_a_pool_that_cannot_be_made(ends):
     assert set(threading.enumerate()) == threads and ends == []
 
 
-class Core(Locked):
+class Core:
     """A context for a worker that shares its process with others."""
 
     env = {"XPOOL_PROCESS": "a"}
 
+    def __init__(self, log: str) -> None:
+        self.log = log
+
     def exit(self) -> None:
-        work.log_line(str(self.path) + ".exit", str(os.getpid()))
+        work.log_line(self.log, str(os.getpid()))
 
 
-def test_workers_that_share_a_process(tmp_path, ends, freeing):
+def test_workers_that_share_a_process(log, ends):
     """Each of the workers that share a process has a record, and its context's `exit` is called."""
-    contexts = [Core(tmp_path, i) for i in range(3)]
-    with CtxPool(worker_contexts=contexts, on_worker_end=freeing) as pool:
+    contexts = [Core(str(log)) for _ in range(3)]
+    with CtxPool(worker_contexts=contexts, on_worker_end=ends) as pool:
         pid, *_ = pids = ready(pool)
         assert pids == [pid] * 3
         os.kill(pid, signal.SIGKILL)
@@ -458,8 +433,7 @@ def test_workers_that_share_a_process(tmp_path, ends, freeing):
         *((i, pid, "died") for i in range(3)),
         *((i, second, "closed") for i in range(3)),
     ]
-    found = {path.name: path.read_text().split() for path in tmp_path.iterdir()}
-    assert found == {f"lock{i}.exit": [str(second)] for i in range(3)}
+    assert log.read_text().split() == [str(second)] * 3
 
 
 def test_an_executor(ends):

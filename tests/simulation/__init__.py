@@ -1,9 +1,8 @@
 """Worlds in which a seed decides everything, for xpool's decision code.
 
-There are four worlds: `scheduler.SchedulerWorld` (the policy alone, thousands of histories a
-second), `engine.EngineWorld` (the real engine on virtual workers, pipes and clock),
-`ends.EndsWorld` (the same, and it is told of each end of a worker) and `hosts.HostWorld` (the real
-driver of many hosts, on virtual hosts and network). A history is a
+There are three worlds: `scheduler.SchedulerWorld` (the policy alone, thousands of histories a
+second), `engine.EngineWorld` (the real engine on virtual workers, pipes and clock) and
+`hosts.HostWorld` (the real driver of many hosts, on virtual hosts and network). A history is a
 seed::
 
     python -m tests.simulation engine --seeds 10000

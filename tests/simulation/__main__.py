@@ -9,7 +9,6 @@ import time
 import pytest
 
 from . import mutants_hosts  # noqa: F401 - adds to MUTANTS
-from .ends import EndsWorld
 from .engine import EngineWorld
 from .hosts import HostWorld
 from .mutants import MUTANTS, PINNED
@@ -17,7 +16,7 @@ from .scheduler import SchedulerWorld
 from .seeds import SimulationFailed, World, search
 
 WORLDS: dict[str, type[World]] = {
-    world.name: world for world in (SchedulerWorld, EngineWorld, EndsWorld, HostWorld)
+    world.name: world for world in (SchedulerWorld, EngineWorld, HostWorld)
 }
 
 

@@ -18,6 +18,7 @@ from xpool._engine.engine import Engine, System
 from xpool._engine.jobs.ranges import name_of
 from xpool._engine.jobs.scheduler import CALLS, Batch, Limit, TaskRange, Terms
 from xpool._engine.jobs.states import START_ATTEMPTS, WorkerStates
+from xpool._engine.ledger import WorkerEnd
 from xpool._engine.monitor import STOP_GRACE_SECONDS
 from xpool._engine.worker_process import Recipe
 from xpool._wire.outbox import entries
@@ -47,6 +48,8 @@ LARGEST_PID = 1 << 22
 """The kernel gives no process a larger one (`PID_MAX_LIMIT`)."""
 
 MOST_WORKERS = 4
+
+REASONS = {"died", "stopped", "start failed", "recycled", "resized", "closed", "terminated"}
 
 
 def no_thread(call: Callable[[], object], name: str) -> bool:
@@ -196,7 +199,6 @@ class EngineWorld(World):
     """One engine, one to three workers, some of them siblings, a few jobs, and accidents."""
 
     name = "engine"
-    on_end: Any = None
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -227,6 +229,11 @@ class EngineWorld(World):
         self.untold: list[Handle] = []  # processes whose deaths the engine has not seen
         self.failed_starts = [0] * MOST_WORKERS  # of each worker, since it was last ready
         self.refused_at: dict[int, float] = {}  # refused starts that the engine must retry later
+        # Whether the pool is told of each end of a worker (``on_worker_end=``): the calls that have
+        # not returned, and the workers and pids of processes of whose end it is not told yet.
+        self.hears = self.draw.worker_ends.chance(0.25)
+        self.hooks: list[tuple[WorkerEnd, Callable[[], None]]] = []
+        self.owed: list[tuple[int, int]] = []
         self.resizing = False
         self.launching = False  # others go on while a process is started
         self.resizes = 0.0 if siblings else self.draw.resizes.one_of([0.0, 0.0, 0.02, 0.1])
@@ -240,7 +247,7 @@ class EngineWorld(World):
             EngineOptions(
                 lifetime=None if siblings else self.draw.lifetimes.one_of([None, None, 1, 2, 7]),
                 processes=siblings,
-                on_end=self.on_end,
+                on_end=self.on_end if self.hears else None,
             ),
             System(SimReactor(self), functools.partial(SimWorker, self), no_thread),
         )
@@ -307,6 +314,8 @@ class EngineWorld(World):
         alive = [w.index for w in self.workers if w.alive]
         if alive:
             self.wrong(f"workers are left alive: {alive}")
+        if self.owed or self.hooks:
+            self.wrong(f"the pool has ended, and was not told of {self.owed} {self.hooks}")
 
     def left(self) -> list[Task]:
         """Return the tasks that still need an answer."""
@@ -370,6 +379,8 @@ class EngineWorld(World):
                 acts.append(self.measure)
             if self.violent_end and self.jobs > 1 and self.draw.ends.chance(0.02):
                 acts.append(self.terminate)
+        if self.hooks:
+            acts.append(self.hook_returns)
         return acts
 
     def others_go_on(self) -> None:
@@ -688,6 +699,10 @@ class EngineWorld(World):
             self.wrong(f"worker {slot.index} is started beside its living predecessor")
         worker = Worker(self, slot, tasks, answers, page, siblings)
         self.workers.append(worker)
+        if self.hears:
+            if slot.index in [end.worker for end, _ in self.hooks] + [one for one, _ in self.owed]:
+                self.wrong(f"worker {slot.index} is started before the hook has returned")
+            self.owed.append((slot.index, worker.pid))
         self.note(f"{self.now:.6f}", "worker", slot.index, "starts as", worker.pid)
         if len(siblings) == 1:
             worker.handle.news.data += b"p"
@@ -793,6 +808,26 @@ class EngineWorld(World):
             task = self.known[worker.unsafe]
             task.died += 1
             task.finished = None
+
+    def on_end(self, end: WorkerEnd, told: Callable[[], None]) -> None:
+        """The engine tells the pool of an end, without its lock."""
+        self.note(f"{self.now:.6f}", "told of", end)
+        if self.engine.lock.locked():
+            self.wrong("the engine calls the hook with its lock held")
+        if end.reason not in REASONS:
+            self.wrong(f"worker {end.worker} has ended for no known reason: {end.reason}")
+        if any(one.pid == end.pid and one.index == end.worker for one in self.workers):
+            self.wrong(f"the pool is told of the end of process {end.pid}, which lives")
+        if (end.worker, end.pid) not in self.owed:
+            self.wrong(f"the pool is told twice, or of no process: {end}")
+        self.owed.remove((end.worker, end.pid))
+        self.hooks.append((end, told))
+
+    def hook_returns(self) -> None:
+        """A call of the hook returns."""
+        end, told = self.hooks.pop(self.draw.worker_ends.below(len(self.hooks)))
+        self.note(f"{self.now:.6f}", "the hook of worker", end.worker, "returns")
+        told()
 
     def ran_out(self, ended: Iterable[Any], code: int | None) -> str:
         """Say that memory was short, for about half of the deaths."""

@@ -6,6 +6,7 @@ wording of the code may change freely.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable
@@ -101,7 +102,7 @@ def of_world(world):
     return mutant
 
 
-scheduler, engine, ends = of_world("scheduler"), of_world("engine"), of_world("ends")
+scheduler, engine = of_world("scheduler"), of_world("engine")
 
 swapped = mock.patch.object
 """Replaces an attribute of an object for the time of a block."""
@@ -113,6 +114,17 @@ def nothing(*_, **__):
 
 def false(*_):
     return False
+
+
+def during(path, value):
+    """Return a mutant of a method: while it runs, this attribute of its object has this value."""
+    *owners, attribute = path.split(".")
+
+    def call(original, one, *args, **named):
+        with swapped(functools.reduce(getattr, owners, one), attribute, value):
+            return original(one, *args, **named)
+
+    return call
 
 
 def give_none(when):
@@ -428,10 +440,9 @@ scheduler("a task that has begun counts as one that others go before", Scheduler
 )
 
 
-@engine("no worker is looked at when a task of a higher priority comes", WorkerMonitor, "give_idle")
-def _(original, monitor, *how, **named):
-    with swapped(monitor, "_look_soon", nothing):
-        original(monitor, *how, **named)
+engine("no worker is looked at when a task of a higher priority comes", WorkerMonitor, "give_idle")(
+    during("_look_soon", nothing)
+)
 
 
 @engine(
@@ -513,12 +524,7 @@ def _(original, answers, worker, batch, k):
     answers.results.append((batch.job, batch.first + k, (False, OSError())))
 
 
-@engine("the timer of a retry is not set", Answers, "_again")
-def _(original, answers, *args, **how):
-    with swapped(answers._reactor, "call_at", nothing):
-        original(answers, *args, **how)
-
-
+engine("the timer of a retry is not set", Answers, "_again")(during("_reactor.call_at", nothing))
 engine("a task is not retried after an error of `retry_on`", Answers, "_answer")(
     lambda original, answers, worker, *args: original(answers, worker, *args[:3])
 )
@@ -557,10 +563,9 @@ def _(original, worker, began, tail, answered):
     return *original(worker, began, tail, answered)[:2], answered
 
 
-@engine("requested tasks are given back from the queue only", WorkerMonitor, "give_back")
-def _(original, monitor, job, items):
-    with swapped(monitor, "_multi_item", {}):
-        original(monitor, job, items)
+engine("requested tasks are given back from the queue only", WorkerMonitor, "give_back")(
+    during("_multi_item", {})
+)
 
 
 @engine("a recall's limit stays after the worker has given all back", WorkerProcess, "emptied")
@@ -652,16 +657,12 @@ def _(original, monitor, number):
 # -- processes that start: what is raised there is taken for a refusal of the system ---------------
 
 
-@engine("a process is started after the end of the pool", Replacement, "_decide")
-def _(original, replacement, worker):
-    with swapped(replacement, "ending", False):
-        return original(replacement, worker)
-
-
-@engine("a process is started again for a removed worker", Replacement, "_decide")
-def _(original, replacement, worker):
-    with swapped(replacement, "_left_over", lambda worker: False):
-        return original(replacement, worker)
+engine("a process is started after the end of the pool", Replacement, "_decide")(
+    during("ending", False)
+)
+engine("a process is started again for a removed worker", Replacement, "_decide")(
+    during("_left_over", false)
+)
 
 
 @engine("a second process is started during a start")
@@ -688,10 +689,9 @@ def _(original, replacement, *what):
         original(replacement, *what)
 
 
-@engine("a process that started for a worker removed meanwhile goes on", Replacement, "launched")
-def _(original, replacement, *what):
-    with swapped(replacement, "_left_over", lambda worker: False):
-        original(replacement, *what)
+engine("a process that started for a worker removed meanwhile goes on", Replacement, "launched")(
+    during("_left_over", false)
+)
 
 
 @engine("a process gets its predecessor's generation", Launch, "run")
@@ -753,12 +753,9 @@ engine("of a dead process only one worker's pipe is read", Replacement, "_look_a
 )
 
 
-@engine("after a death waiting tasks are given to no worker", Replacement, "_look_at_end")
-def _(original, replacement, worker):
-    with swapped(replacement._monitor, "give_idle", nothing):
-        original(replacement, worker)
-
-
+engine("after a death waiting tasks are given to no worker", Replacement, "_look_at_end")(
+    during("_monitor.give_idle", nothing)
+)
 engine("tasks of the other workers of a dead process are lost", Replacement, "_settle")(
     lambda original, replacement, ended, code: original(replacement, ended[:1], code)
 )
@@ -780,19 +777,16 @@ def _(original, replacement, *how):
 engine("a removed worker is replaced when it has ended", Replacement, "_left_over", false)
 
 
-@ends("a worker is replaced before the pool was told of its end", Replacement, "_decide")
-def _(original, replacement, worker):
-    with swapped(replacement, "_untold", set()):
-        return original(replacement, worker)
-
-
-ends(
+engine("a worker is replaced before the pool was told of its end", Replacement, "_decide")(
+    during("_untold", set())
+)
+engine(
     "the pool ends before it was told of all ends",
     Replacement,
     "ended",
     property(lambda one: one.ending and all(w.state is WorkerStates.ABSENT for w in one._workers)),
 )
-ends(
+engine(
     "a place stays empty after the pool was told of an end",
     Replacement,
     "told",
@@ -805,10 +799,9 @@ engine("a worker with bound tasks is dismissed", Scheduler, "bound_from", false)
 # -- bugs that few histories show ------------------------------------------------------------------
 
 
-@engine("a worker is not checked after an interrupt", WorkerMonitor, "_after_answers")
-def _(original, monitor, worker):
-    with swapped(monitor._checks, "schedule_by", nothing):
-        original(monitor, worker)
+engine("a worker is not checked after an interrupt", WorkerMonitor, "_after_answers")(
+    during("_checks.schedule_by", nothing)
+)
 
 
 @engine(

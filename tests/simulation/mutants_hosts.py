@@ -10,7 +10,7 @@ from xpool._hosts.hosts_scheduler import HostScheduler, Quotas
 from xpool._hosts.messages import Link
 from xpool._hosts.service import Conversation, HostService
 
-from .mutants import false, nothing, of_world, stays_in_front, swapped
+from .mutants import during, false, nothing, of_world, stays_in_front, swapped
 
 hosts = of_world("hosts")
 
@@ -276,10 +276,9 @@ def _(original, agent, reply, now):
 # -- the end ---------------------------------------------------------------------------------------
 
 
-@hosts("hosts that have not joined are waited for at the end", HostService, "retire")
-def _(original, service):
-    with swapped(service, "expected", set()):
-        original(service)
+hosts("hosts that have not joined are waited for at the end", HostService, "retire")(
+    during("expected", set())
+)
 
 
 @hosts("the driver does not wake up for a retry", HostService, "__init__")

@@ -25,7 +25,7 @@ DEEP = int(os.environ.get("XPOOL_TEST_DEEP", "1"))
 TURNS = 4
 """Turns of `make test-all`, of which `make test` has the first."""
 
-HISTORIES = {"scheduler": 500, "engine": 150, "ends": 75, "hosts": 100}
+HISTORIES = {"scheduler": 500, "engine": 200, "hosts": 100}
 """Histories of a turn."""
 
 pytestmark = [pytest.mark.pure, pytest.mark.xpool_only]

@@ -1,22 +1,4 @@
-"""The engine of the process pools: waits for events, and acts on them.
-
-::
-
-     any caller's thread           engine's thread                    worker process
-    ---------------------        -------------------              ----------------------
-     verb, pickles               waits on descriptors        |
-      | submit                     ^        |                |
-      v                            |        v                |
-     Scheduler  --- batches ---->  worker.writer ==== pipe =========>  run, one by one
-     (jobs/)                       |                         |         |          |
-        ^                          |                         |         v          v
-        `------ answered --------  worker.reader <==== pipe ========= "so many"   outbox
-                                   worker.box   <---- shared page ----------------'
-                                   |                         |
-                             results (a deque)               |
-                                   | pool_outqueue_get       |
-                                   v
-                             the pool delivers them to the callers
+"""The engine of the process pools: waits for events, and acts on them.  See docs/dev/design.md.
 
 One lock guards all of it.  It is held for moments: no thread waits for a descriptor, starts a
 process, runs a user's code or wakes a caller while holding it.

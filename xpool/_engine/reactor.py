@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from xpool._engine.jobs.waiting import TimeQueue
@@ -174,23 +175,11 @@ class Reactor:
             # Breaks a cycle: timers refer to parts of the engine, which refer to the reactor.
             self._timers.clear()
             self._epoll.close()
-            pipe = self._wake_r, self._wake_w
-            if awaits_nudge:
-                self._kept = _Kept(pipe)
-            else:
-                for fd in pipe:
+            for fd in self._wake_r, self._wake_w:
+                if awaits_nudge:
+                    weakref.finalize(self, os.close, fd).atexit = False
+                else:
                     os.close(fd)
-
-
-class _Kept:
-    """Descriptors that are closed when this object goes."""
-
-    def __init__(self, fds: Iterable[int]) -> None:
-        self._fds = fds
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        for fd in self._fds:
-            close(fd)
 
 
 class Alarms:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from xpool._engine.jobs.scheduler import InFlight
-from xpool._engine.jobs.states import WORKER, Deadlines, WorkerEvent, WorkerStates, step
+from xpool._engine.jobs.states import Deadlines, WorkerEvent, WorkerStates, step
 from xpool._engine.launch import Handle, Launcher
 from xpool._engine.reactor import Timer
 from xpool._engine.relay import LogSocket, Relay
@@ -241,7 +241,7 @@ class WorkerProcess:
         self.deadlines = Deadlines()
 
     def _transition(self, event: WorkerEvent) -> None:
-        self.state = step(WORKER, self.state, event)
+        self.state = step(self.state, event)
 
     def __repr__(self) -> str:
         return f"<WorkerProcess {self.index} {self.state.name} pid={self.pid}>"

@@ -28,9 +28,9 @@ from xpool._pools.assembly import (
     Main,
     Recipe,
     Relay,
-    WorkerConfig,
     WorkerSpec,
     find_arena,
+    worker_config,
 )
 from xpool._pools.ctx_pools import shared_processes
 from xpool._python.starting import PromptThread
@@ -308,12 +308,12 @@ class Agent:
         arena, limit, layout = find_arena(True, None, config.memory_limit, os.urandom(8).hex())
         self._layout = layout._replace(book=None, publisher=None)
         main = config.main
-        worker_config = WorkerConfig(spec, launcher, arena, limit, lambda: main, first, host)
+        first_message = worker_config(spec, launcher, arena, limit, lambda: main, first, host)
         self._engine = Engine(
             workers,
             Recipe(
                 launcher,
-                worker_config,
+                first_message,
                 spec.pool,
                 spec.options["is_daemon"],
                 None,

@@ -66,35 +66,28 @@ class Main(NamedTuple):
         return cls(package, list(arguments(getattr(sys, "argv", None))))
 
 
-class WorkerConfig:
-    """Makes the first message to each worker.
+def worker_config(
+    spec: WorkerSpec,
+    launcher: Launcher,
+    arena: Arena | None,
+    limit: int,
+    main: Callable[[], Main] = Main.now,
+    first: int = 0,
+    host: str = "",
+) -> Callable[[int, int, int | None], bytes]:
+    """Return a function that makes the first message to each worker.
 
     ``main`` returns the description of the program when a worker starts; in an agent, the driver's.
     ``first``: the pool's index of the first worker on the host named ``host``.
     """
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        launcher: Launcher,
-        arena: Arena | None,
-        limit: int,
-        main: Callable[[], Main] = Main.now,
-        first: int = 0,
-        host: str = "",
-    ) -> None:
-        self._spec, self._arena, self._limit, self._main = spec, arena, limit, main
-        self._first, self._host = first, host
-        self._launcher = launcher
-
-    def __call__(self, index: int, generation: int, attachment: int | None) -> bytes:
-        spec, arena, main = self._spec, self._arena, self._main()
-        process = multiprocessing.current_process()
-        index += self._first
-        config = {
+    def config(index: int, generation: int, attachment: int | None) -> bytes:
+        program, process = main(), multiprocessing.current_process()
+        index += first
+        message = {
             **spec.options,
             "index": index,
-            "host": self._host,
+            "host": host,
             "pool": spec.pool,
             "name": f"{spec.pool}-worker-{index}",
             "environ": _environment(),
@@ -102,25 +95,26 @@ class WorkerConfig:
             "bind": spec.binds[index] if index < len(spec.binds) else {},
             "cpus": (spec.cpus[index] if spec.cpus else ()) or _own_cpus(),
             "cwd": _folder(),
-            "pid": os.getpid(),
             # Workers of a frozen program may be another Python, with a path of its own.
             "path": None if is_frozen() else search_path(sys.path),
-            "argv": main.argv,
+            "argv": program.argv,
             "settings": settings.at_start(),
-            "package": main.package,
+            "package": program.package,
             "parent": (process.name, os.getpid()),
             "authkey": bytes(process.authkey),
             # Includes the generation, so that a replacement draws other random numbers.
             "seed": spec.seed + f"/{index}/{generation}".encode(),
             "threads": spec.threads,
-            "forked": self._launcher.forks,
+            "forked": launcher.forks,
             "initializer": _plain(spec.initializer, attachment),
-            "arena": None if arena is None else arena.facts(attachment or 0, self._limit),
+            "arena": None if arena is None else arena.facts(attachment or 0, limit),
             "token": spec.token,
             "peers": spec.peers,
             "context": None if spec.contexts is None else _plain(spec.contexts[index], attachment),
         }
-        return pickle.dumps(config)
+        return pickle.dumps(message)
+
+    return config
 
 
 def _plain(message: bytes | None, attachment: int | None) -> bytes | None:

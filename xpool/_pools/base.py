@@ -176,7 +176,7 @@ class BasePool(PublicVerbs, Hooks):
             thread.start()
         except BaseException:
             _pools.pop(id(ref), None)
-            self._life.abort()
+            self._life.give_up("not started")
             if is_set_up or self._backend is not None:
                 self.terminate_workers()
             if self._backend is not None:

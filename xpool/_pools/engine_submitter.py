@@ -34,8 +34,7 @@ from xpool._pools.submitters import (
     Work,
 )
 from xpool._python.interrupt import deliver, interruptible, pass_on, pending, shielded
-from xpool._wire.wire import Mode
-from xpool._worker.callables import TaskFunction, applied, each, one, star, star_each, task_function
+from xpool._worker.callables import OF_MAPS, TaskFunction, task_function
 from xpool.errors import OptionError, TaskNotPicklable
 from xpool.pickle import encode
 
@@ -57,7 +56,7 @@ def _place(task: Any, role: str, path: str) -> str:
     if match is None:
         return at(path)
     root, key, rest = match.groups()
-    of_map = function in (one, each, star, star_each)
+    of_map = function in OF_MAPS
     if of_map:
         function = args[0]
     if root == "0" or (of_map and key == "0"):
@@ -205,13 +204,6 @@ RECEIVE_MILLISECONDS = 5.0
 """How long a caller waits in `receive`.  Signal handlers are deferred meanwhile, and a call that
 another thread cancels has its result that much later."""
 
-_MODES = {
-    (False, False): Mode.EACH,
-    (False, True): Mode.CHUNK,
-    (True, False): Mode.STAR,
-    (True, True): Mode.STARCHUNK,
-}
-
 
 class EngineSubmitter(HookSubmitter):
     """Pickles tasks and gives them to an engine.
@@ -289,8 +281,7 @@ class EngineSubmitter(HookSubmitter):
         """Submit a range of tasks, one for each chunk; a tuple of one chunk is a call."""
         one = self.worker is None and type(chunks) is tuple and len(chunks) == 1
         if one and job.options.plain:
-            call, before = applied(*work)
-            self.call(job, call, (*before, *chunks), {})
+            self.call(job, work.call, (work.func, *chunks), {})
             return
         begin, owner, told = self.learn(job, work)
         if owner is None and isinstance(chunks, Sequence):
@@ -343,7 +334,7 @@ class EngineSubmitter(HookSubmitter):
             func = task_function(func, retry_on=options.retry_on)
         brought = Brought()
         payload, owner = self.packer.pack_task(func, True, self.worker, brought, FUNCTION)
-        number = self.engine.learn(_MODES[work.starred, work.chunked], payload)
+        number = self.engine.learn(work.mode, payload)
         job.drop_function = functools.partial(self.engine.forget, number)
         return TaskRange(job.number, number, 0, (), None, options.terms), owner, brought.keys
 

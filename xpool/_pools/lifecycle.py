@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from xpool._calls.results import INSIDE, Job, PickledResult, exception_in
-from xpool._engine.jobs.states import POOL, PoolEvent, PoolStates, step
+from xpool._engine.jobs.states import PoolStates
 from xpool._pools.callbacks import join_ended
 from xpool._pools.job_table import JobTable
 from xpool._python import at_fork
@@ -40,11 +40,6 @@ class Lifecycle:
         self.state = PoolStates.RUN
         self._jobs.accepting = True
 
-    def abort(self) -> None:
-        """Accept no jobs: the constructor of the pool has failed."""
-        self.state = PoolStates.TERMINATE
-        self._jobs.accepting = False
-
     def check_running(self) -> None:
         """Raise `PoolClosed`, with the reason, unless the pool takes work."""
         if self.state is PoolStates.RUN:
@@ -65,18 +60,19 @@ class Lifecycle:
             # Raises, since no pool runs again.  Without the lock: this may unpickle the reason.
             self.check_running()
 
-    def _step(self, event: PoolEvent, failure: BaseException | PickledResult | None = None) -> None:
-        """Take a step of the table of states."""
+    def _end(self, state: PoolStates, failure: BaseException | PickledResult | None = None) -> None:
+        """Accept no more jobs, and go to this state; nothing leads out of TERMINATE."""
         at_fork.notice_fork()
         with self._jobs.lock:
-            self.state = step(POOL, self.state, event)
-            self._jobs.accepting = self.state is PoolStates.RUN
+            if self.state is not PoolStates.TERMINATE:
+                self.state = state
+            self._jobs.accepting = False
             if failure is not None:
                 self.failure = failure
 
     def close(self) -> None:
         """Take no more jobs; when all are answered, the engine's thread lets the workers end."""
-        self._step(PoolEvent.CLOSE)
+        self._end(PoolStates.CLOSE)
         self._jobs.wake()
 
     def runs_here(self) -> bool:
@@ -89,7 +85,7 @@ class Lifecycle:
     def give_up(self, how: str) -> None:
         """Accept no more jobs; ``how`` the pool has ended, for the errors of unanswered ones."""
         self._how_ended = self._how_ended or how
-        self._step(PoolEvent.TERMINATE)
+        self._end(PoolStates.TERMINATE)
 
     def leave_block(self) -> None:
         """Note that a ``with`` block ends the pool, for the errors of unanswered jobs."""
@@ -104,7 +100,7 @@ class Lifecycle:
 
     def stop(self, terminate_workers: Callable[[], None]) -> bool:
         """Stop the workers and fail all jobs; return False if the pool has ended already."""
-        self._step(PoolEvent.TERMINATE)
+        self._end(PoolStates.TERMINATE)
         running = not self.finished.is_set()
         if running:
             terminate_workers()
@@ -118,7 +114,7 @@ class Lifecycle:
         self, exc: BaseException | PickledResult, terminate_workers: Callable[[], None]
     ) -> None:
         """End a pool that cannot go on: everything unanswered fails with the reason."""
-        self._step(PoolEvent.FAILED, exc)
+        self._end(PoolStates.TERMINATE, exc)
         try:
             terminate_workers()
         finally:  # the error that has ended the pool may occur here, too
@@ -132,7 +128,7 @@ class Lifecycle:
                 # The flag is set before the state, because the engine's thread reads them in the
                 # reverse order.
                 self.drained = True
-                self.state = step(POOL, self.state, PoolEvent.DRAINED)
+                self.state = PoolStates.TERMINATE
 
     def fail_unanswered(self) -> None:
         """Fail all jobs, since the pool has ended."""

@@ -239,7 +239,7 @@ class Pool(BasePool):
             on_end = self._jobs.callbacks.for_ends(options.on_worker_end, self._contexts or ())
         spec = self._worker_spec(blob)
         arena = self._packer.arena
-        config = assembly.WorkerConfig(spec, launcher, arena, self._packer.memory_limit)
+        config = assembly.worker_config(spec, launcher, arena, self._packer.memory_limit)
         return assembly.Engine(
             self._size,
             assembly.Recipe(

@@ -14,7 +14,7 @@ from xpool._pools.hooks import Hooks, Task
 from xpool._pools.input_reader import FlowControl, Runs
 from xpool._pools.job_table import JobTable
 from xpool._python.interrupt import by_handler, cut_short, deliver, interruptible, pending, shielded
-from xpool._worker.callables import applied, task_function
+from xpool._worker.callables import OF_MAPS, task_function
 from xpool.errors import TaskCancelled, XPoolError
 
 Put = Callable[[int, Any], int]
@@ -36,6 +36,15 @@ class Work(NamedTuple):
     func: Callable[..., Any]
     starred: bool = False
     chunked: bool = False
+
+    @property
+    def mode(self) -> int:
+        return self.starred + 2 * self.chunked
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """The function of a task, which gets ``func``, and an item or a chunk."""
+        return OF_MAPS[self.mode]
 
 
 def begin_work(pool: Any, job: Job, work: Work) -> tuple[Work, bool]:
@@ -168,5 +177,4 @@ class HookSubmitter:
 
 def _task(number: int, index: int, work: Work, chunk: Any) -> Task:
     """Return the tuple for one task of a map."""
-    call, before = applied(work.func, work.starred, work.chunked)
-    return number, index, call, (*before, chunk), {}
+    return number, index, work.call, (work.func, chunk), {}

@@ -14,7 +14,6 @@ from xpool._pools.input_reader import FlowControl, Runs
 from xpool._pools.job_table import JobTable
 from xpool._pools.submitters import HookSubmitter, Put, Work
 from xpool._python import at_fork
-from xpool._worker.callables import applied
 
 
 class ThreadSubmitter(HookSubmitter):
@@ -76,14 +75,13 @@ class ThreadSubmitter(HookSubmitter):
             return
         # Snapshots: a list may change while threads take from it, and a generator runs code.
         items = chunks if isinstance(chunks, (range, tuple, list)) else list(chunks)
-        call, (func,) = applied(*work)
-        self._threads.tasks.put(Source(job, call, func, items))
+        self._threads.tasks.put(Source(job, work.call, work.func, items))
 
     def stream(self, job: Stream, work: Work, flow: FlowControl) -> tuple[Put, Runs | None]:
         put, _ = super().stream(job, work, flow)
         if not job.options.plain:
             return put, None
-        tasks, (call, (func,)) = self._threads.tasks, applied(*work)
+        tasks, call, func = self._threads.tasks, work.call, work.func
 
         def put_run(index: int, items: list[Any]) -> int:
             tasks.put(Source(job, call, func, items, index, last=True), last=True)

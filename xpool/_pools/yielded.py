@@ -33,7 +33,6 @@ from xpool._worker.callables import (
     NEXT,
     Ask,
     Yielding,
-    applied,
     nothing,
     values,
 )
@@ -145,7 +144,7 @@ class _OfThreads:
         self, job: YieldStream, submitter: ThreadSubmitter, work: Work, yielding: Yielding
     ) -> None:
         self._pool, self._job, self._yielding = submitter._pool, job.number, yielding
-        self._call, self._before = applied(*work)
+        self._call, self._func = work.call, work.func
 
     def pack(self, item: Any) -> tuple[Any, int | None]:
         return item[1], None
@@ -153,7 +152,7 @@ class _OfThreads:
     def ask(self, index: int, one: _Begun, count: int) -> None:
         pool = self._pool()
         if pool is not None:
-            task = *self._before, Ask(one.number, one.given, one.item)
+            task = self._func, Ask(one.number, one.given, one.item)
             pool.pool_inqueue_put((self._job, index, self._call, task, {}))
 
     def close_all(self, begun: Iterable[_Begun]) -> None:

@@ -18,6 +18,7 @@ import os
 import reprlib
 import sys
 import threading
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -122,17 +123,14 @@ _short = _Short()
 
 def short(value: Any) -> str:
     """Return a repr of one line with at most 100 characters."""
-    try:
-        text = " ".join(_short.repr(value).split())
-    except Exception as exc:
-        return f"<{type(value).__name__}, whose repr raised {type(exc).__name__}>"
+    text = " ".join(safe_repr(value, make=_short.repr).split())
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def safe_repr(value: Any, most: int) -> str:
+def safe_repr(value: Any, most: int = sys.maxsize, make: Callable[[Any], str] = repr) -> str:
     """Return the repr of an object, cut to ``most`` characters, or its class if the repr raises."""
     try:
-        text = repr(value)
+        text = make(value)
     except Exception as exc:
         text = f"<{type(value).__name__}, whose repr raised {type(exc).__name__}>"
     return text if len(text) <= most else f"{text[:most]}..."

@@ -9,6 +9,8 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from xpool._python.failures import safe_repr
+
 if TYPE_CHECKING:
     import logging
 
@@ -111,11 +113,7 @@ def _plain(value: Any, most: int) -> Any:
         return _as_json(value, _Room(most))
     except Exception:
         pass  # no plain data, or too long, or changed by another thread
-    try:
-        text = repr(value)
-    except Exception as exc:
-        text = f"<{type(value).__name__}, whose repr raised {type(exc).__name__}>"
-    return _cut(text, most)
+    return _cut(safe_repr(value), most)
 
 
 def _cut(text: str, most: int) -> str:

@@ -8,7 +8,7 @@ To a worker::
     kind u8, count u32, size u64 | body of `size` bytes
     TASKS   count items: func u64, count sizes u64, then the payloads
     TIMED   as TASKS, for items with a time limit: the worker records when it begins each
-    FUNC    func u64, mode u8, payload of the function
+    FUNC    func u64, mode u8 (the place in `callables.OF_MAPS`), payload of the function
     FORGET  count function numbers u64
     STOP    empty body
     BOOT    the first frame: a pickled dict of builtins for `xpool._worker.entry`
@@ -50,7 +50,7 @@ from xpool._memory.system import default_processes, new_buffer
 Parts = list[bytes | memoryview]
 """The pieces of a frame, which are written one after the other."""
 
-WIRE = 3
+WIRE = 4
 
 # `_worker/entry` has a copy of `TO_WORKER`, because it may not import this module.
 TO_WORKER = struct.Struct("<BxxxIQ")
@@ -68,16 +68,6 @@ ERROR_BIT = 0x8000_0000
 TASKS, FUNC, FORGET, STOP, BOOT, TIMED = 1, 2, 3, 4, 5, 6
 ANSWER, SKIPPED, READY, FAILED = 11, 12, 13, 14
 OUTBOX_MIXED, BODY_ERROR, BODY_AGAIN = 1, 2, 4
-
-
-class Mode:
-    """How a function is applied to a payload.  The payload of a call contains its function."""
-
-    CALL = 0  # payload (func, args, kwds)
-    EACH = 1  # payload x: func(x)
-    STAR = 2  # payload args: func(*args)
-    CHUNK = 3  # payload [x, ...]: [func(x), ...]
-    STARCHUNK = 4  # payload [args, ...]: [func(*args), ...]
 
 
 class Refusal(NamedTuple):

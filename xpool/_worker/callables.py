@@ -167,6 +167,13 @@ def star_each(func: Callable[..., Any], chunk: Sequence[Any]) -> list[Any]:
         raise
 
 
+OF_MAPS = one, star, each, star_each
+"""What the tasks of maps call: with the caller's function, and an item or a chunk.
+
+The place here is the *mode* of a map: 1 if an item has the arguments of a call, plus 2 for chunks.
+"""
+
+
 def _note(exc: Exception, func: Any, chunk: Sequence[Any], rest: Any) -> Any:
     """Note which item of a chunk has raised: the last item taken from the chunk; return it."""
     place = len(chunk) - length_hint(rest) - 1
@@ -320,15 +327,6 @@ def item_of(frame: FrameType | None) -> str:
     return ""
 
 
-def applied(
-    func: Callable[..., Any], starred: bool, chunked: bool
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the function of a map's tasks, and its arguments before the item or chunk."""
-    if chunked:
-        return star_each if starred else each, (func,)
-    return star if starred else one, (func,)
-
-
 def has_state(func: Any) -> bool:
     """Whether a call may change what a function consists of: the object of a method, for example.
 
@@ -371,7 +369,7 @@ def with_context(
     context: Any, func: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return a task's function and arguments such that the caller's function gets the context."""
-    if any(func is one_of_map for one_of_map in (one, each, star, star_each)):
+    if any(func is of_map for of_map in OF_MAPS):
         # The caller's function is the first argument.
         return func, (bound(args[0], context), *args[1:])
     return func, (context, *args)

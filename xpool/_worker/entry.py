@@ -177,7 +177,7 @@ def _bind(config: dict[str, Any], known: Mapping[str, str] | None) -> None:
         # EINVAL: none of these cores is online and in this process's cpuset (sched_setaffinity(2)).
         except OSError as exc:
             print(f"xpool: worker cannot run on cores {config['cpus']}: {exc}", file=sys.stderr)
-    _enter_folder(config["cwd"], config["pid"])
+    _enter_folder(config["cwd"], config["parent"][1])
     if config["path"] is not None:
         sys.path[:] = config["path"]
     sys.argv[:] = config["argv"]

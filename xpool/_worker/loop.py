@@ -39,20 +39,18 @@ from xpool._wire.wire import (
     TIMED,
     TO_WORKER,
     BlockingFrameReader,
-    Mode,
     Refusal,
     Spin,
     write_all,
 )
 from xpool._worker import callables
 from xpool._worker.callables import (
+    OF_MAPS,
     TaskFunction,
     bound,
     each,
     has_state,
     note_context,
-    one,
-    star,
     star_each,
     task_function,
     with_context,
@@ -308,7 +306,7 @@ class _Worker:
             if entry is not None:
                 func, mode = entry
             else:
-                func, mode = None, Mode.CALL
+                func, mode = None, None
                 # A caller that makes single calls may make another one soon.  In a stream, the
                 # parent needs the processor more.
                 self._likely = count == 1
@@ -326,25 +324,29 @@ class _Worker:
                 raise SystemExit(1)
             del value  # after the answer: freeing a large tensor takes as long as sending it
 
-    def _timed(self, func: Any, mode: int, payload: bytes | memoryview) -> _Answer:
+    def _timed(self, func: Any, mode: int | None, payload: bytes | memoryview) -> _Answer:
         """Run a task as `_run` does, with a clock that the parent sees, restarted for each item."""
         box = self._replies.box
         box.tick()
         try:
-            if type(func) is _Closed:
-                func = self._open(func)
-            if mode in (Mode.CHUNK, Mode.STARCHUNK):
-                func = task_function(func, tick=box.tick)
-            return self._run(func, mode, payload)
+            return self._run(func, mode, payload, box.tick)
         finally:
             box.rest()
 
-    def _run(self, func: Any, mode: int, payload: bytes | memoryview) -> _Answer:
+    def _run(
+        self,
+        func: Any,
+        mode: int | None,
+        payload: bytes | memoryview,
+        tick: Callable[[], object] | None = None,
+    ) -> _Answer:
         record = None
         task: Any = _UNLOADED
         try:
             if type(func) is _Closed:
                 func = self._open(func)
+            if tick is not None and mode is not None and OF_MAPS[mode] in (each, star_each):
+                func = task_function(func, tick=tick)
             if type(func) is TaskFunction:
                 record = func
                 for state, buffers in record.states:
@@ -353,21 +355,15 @@ class _Worker:
             task = decode(payload)
             if settings.ignores:
                 settings.imports_done()
-            if mode == Mode.EACH:
-                value = one(func, task)
-            elif mode == Mode.CALL:
+            if mode is not None:
+                value = OF_MAPS[mode](func, task)
+            else:
                 func, args, kwds = task
                 if type(func) is TaskFunction:
                     record, func = func, func.called
                 if self._prefix:
                     func, args = with_context(self._prefix[0], func, args)
                 value = func(*args, **kwds)
-            elif mode == Mode.CHUNK:
-                value = each(func, task)
-            elif mode == Mode.STAR:
-                value = star(func, task)
-            else:
-                value = star_each(func, task)
             if self._keeper is not None:
                 self._keeper.synchronize()
         # This exception ends the worker, with the exit code that `run` returns.
@@ -426,7 +422,7 @@ class _Unavailable:
         raise self._exc.with_traceback(None)
 
 
-_WITHDRAWN = _Unavailable(LookupError("the job of this task has failed in the meantime")), Mode.EACH
+_WITHDRAWN = _Unavailable(LookupError("the job of this task has failed in the meantime")), 0
 
 
 def _join(arena: list[int], config: dict[str, Any]) -> Arena | None:

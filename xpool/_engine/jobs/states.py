@@ -1,9 +1,8 @@
 """The rules for the life of a pool and of a worker: states, restarts, time limits.
 
-The states are the tables that the code uses.  Rules that a reader might not expect:
+`WORKER` is the table of a worker's states that the code uses.  Rules that a reader might not
+expect:
 
-* A pool never returns to an earlier state.  `close` after `terminate` changes nothing.  A pool that
-  has failed (a worker could not be started) is in TERMINATE, and its `failure` is the reason.
 * A worker is not a process.  Its process may die and be replaced any number of times; the worker
   keeps its index, its context and its device.  So ABSENT is the first state and also the state
   between two processes.
@@ -20,7 +19,7 @@ An event that a state does not list is a bug: `step` raises an error and changes
 
 import enum
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xpool.errors import InternalError
 
@@ -29,18 +28,14 @@ if TYPE_CHECKING:
 
 
 class PoolStates(str, enum.Enum):
-    """The states of a pool; equal to the strings of `multiprocessing.pool`."""
+    """The states of a pool; equal to the strings of `multiprocessing.pool`.
+
+    A pool never returns to an earlier state (`Lifecycle`).  A pool that has failed is in TERMINATE.
+    """
 
     RUN = "RUN"
     CLOSE = "CLOSE"
     TERMINATE = "TERMINATE"
-
-
-class PoolEvent(enum.Enum):
-    CLOSE = "close()"
-    TERMINATE = "terminate(), or the pool is dropped"
-    DRAINED = "the last job is answered"
-    FAILED = "a worker cannot be started, or workers die and no task is finished"
 
 
 class WorkerStates(enum.Enum):
@@ -77,25 +72,6 @@ class WorkerEvent(enum.Enum):
     CONDEMN = "it is killed"
     GONE = "its process has ended"
 
-
-POOL: dict[PoolStates, dict[PoolEvent, PoolStates]] = {
-    PoolStates.RUN: {
-        PoolEvent.CLOSE: PoolStates.CLOSE,
-        PoolEvent.TERMINATE: PoolStates.TERMINATE,
-        PoolEvent.FAILED: PoolStates.TERMINATE,
-    },
-    PoolStates.CLOSE: {
-        PoolEvent.CLOSE: PoolStates.CLOSE,
-        PoolEvent.TERMINATE: PoolStates.TERMINATE,
-        PoolEvent.DRAINED: PoolStates.TERMINATE,
-        PoolEvent.FAILED: PoolStates.TERMINATE,
-    },
-    PoolStates.TERMINATE: {
-        PoolEvent.CLOSE: PoolStates.TERMINATE,
-        PoolEvent.TERMINATE: PoolStates.TERMINATE,
-        PoolEvent.FAILED: PoolStates.TERMINATE,
-    },
-}
 
 WORKER: dict[WorkerStates, dict[WorkerEvent, WorkerStates]] = {
     WorkerStates.ABSENT: {
@@ -153,14 +129,11 @@ WORKER: dict[WorkerStates, dict[WorkerEvent, WorkerStates]] = {
 
 _SERVES = frozenset({WorkerStates.READY, WorkerStates.RECALLING, WorkerStates.INTERRUPTING})
 
-S = TypeVar("S", bound=enum.Enum)
-E = TypeVar("E", bound=enum.Enum)
 
-
-def step(table: dict[S, dict[E, S]], state: S, event: E) -> S:
+def step(state: WorkerStates, event: WorkerEvent) -> WorkerStates:
     """Return the next state; raise `InternalError` if the table has none."""
     try:
-        return table[state][event]
+        return WORKER[state][event]
     except KeyError:
         story = f"{event} cannot happen in state {state}; this is a bug in xpool"
         raise InternalError(story) from None
