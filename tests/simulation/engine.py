@@ -812,7 +812,7 @@ class EngineWorld(World):
     def on_end(self, end: WorkerEnd, told: Callable[[], None]) -> None:
         """The engine tells the pool of an end, without its lock."""
         self.note(f"{self.now:.6f}", "told of", end)
-        if self.engine.lock.locked():
+        if self.engine.lock._is_owned():
             self.wrong("the engine calls the hook with its lock held")
         if end.reason not in REASONS:
             self.wrong(f"worker {end.worker} has ended for no known reason: {end.reason}")

@@ -424,7 +424,7 @@ scheduler("a retry loses its priority", Terms, "after_failure")(
 @scheduler(
     "a call that is given without queueing counts as one without a priority",
     Scheduler,
-    "start",
+    "give",
     pinned=5955,
 )
 def _(original, sched, *call):

@@ -163,13 +163,11 @@ class SchedulerWorld(World):
             waits = any(tasks for queue in self.queues.values() for _, tasks in queue)
             waits = waits or self.lone_runs() or bool(self.needs)
             idle = list(self.sched.idle)
-            found = self.sched.start(job, 0, items[0], task_range.terms)
-            if found is not None:
-                w, batch = found
-                if waits or w != idle[-1]:
-                    self.wrong(
-                        f"worker {w} is given {job}, while {waits} waits and idle are {idle}"
-                    )
+            if idle and not self.sched.queued:  # as in `Submission.put_direct`
+                w = idle[-1]
+                batch = self.sched.give(w, job, 0, 0, [items[0]], task_range.terms)
+                if waits:
+                    self.wrong(f"worker {w} is given {job}, while others wait")
                 self.queues[None].append((None, tasks))
                 self.given(w, batch)
                 return

@@ -163,20 +163,19 @@ class Submission:
                 self._direct.end_turns()
             sched, monitor = self._sched, self._monitor
             hindered = self._replacement.ending or monitor.guard.short
-            if sched.idle and bound is None and not hindered:
-                worker = monitor.workers[next(reversed(sched.idle))]
+            # An idle worker gets the call without queueing.  Otherwise the call is queued, and this
+            # thread receives the answer only if `_put` sends the call now.
+            if sched.idle and not sched.queued and bound is None and not hindered:
+                w = next(reversed(sched.idle))
+                worker = monitor.workers[w]
                 # A thread that a task left behind may have written to the pipe after the answer.
                 # Here, such data end the worker; later, they would be read as part of the next
                 # answer.
                 if worker.poller.poll(0):
                     monitor.receive(worker)
-                # An idle worker gets the call without queueing.  Otherwise the call is queued, and
-                # this thread receives the answer only if `_put` sends the call now.
-                given = sched.start(CALLS, number, payload, terms)
-                if given is not None:
-                    worker = monitor.workers[given[0]]
+                if w in sched.idle and not sched.queued:
                     self._direct.begin(worker, number)
-                    monitor.give(worker, given[1])
+                    monitor.give(worker, sched.give(w, CALLS, 0, number, [payload], terms))
                     return worker
             self._put((TaskRange(CALLS, 0, number, (payload,), bound, terms),), number)
             return self._direct.worker_of(number)

@@ -72,7 +72,7 @@ class TaskRange:
 
 
 class Batch:
-    """Items that one worker has, usually a part of a task range.  `Scheduler._hold` makes it."""
+    """Items that one worker has, usually a part of a task range.  `Scheduler.give` makes it."""
 
     job: int
     func: int

@@ -62,25 +62,19 @@ MOST_BYTES = 48 * 1024
 class BatchSizes:
     """How many items make a batch, and how many batches a worker holds.
 
-    The sizes follow from ``cost``, the seconds that an item takes by the latest answers.  A worker
-    has as many items in flight as it runs in `PREFETCH_SECONDS`, in two batches: the second is
-    there when the first is done.  A batch has one item if items take longer.  If many wait, a
-    worker holds more batches, so that it does not wait for the parent, whose engine gets the
-    interpreter late while the program computes.
+    The sizes follow from ``cost``, the seconds that an item takes by the latest answers; infinity:
+    unknown.  It rises at once and falls by half at most, so few items are queued behind a long one.
+    Then an item of more than a second counts as one second, so it has no effect a dozen short items
+    later.
+
+    A worker has as many items in flight as it runs in `PREFETCH_SECONDS`, in two batches: the
+    second is there when the first is done.  A batch has one item if items take longer.  If many
+    wait, a worker holds more batches, so that it does not wait for the parent, whose engine gets
+    the interpreter late while the program computes.
     """
 
     def __init__(self) -> None:
         self.cost = math.inf
-
-    def note(self, seconds: float) -> None:
-        """Record the seconds of the latest item.
-
-        The cost rises at once and falls by half at most, so few items are queued behind a long one.
-        An item of more than a second counts as one second, so it has no effect a dozen short items
-        later.
-        """
-        before = 0.0 if self.cost == math.inf else min(self.cost, 1.0)
-        self.cost = max(seconds, before / 2)
 
     @property
     def items(self) -> int:
@@ -224,23 +218,16 @@ class Scheduler(Waiting):
             batches += self.next_batches(newest, most)
         return batches
 
-    def start(self, job: int, index: int, item: Item, terms: Terms) -> tuple[int, Batch] | None:
-        """Give one unbound item to the worker that became idle last.
-
-        Returns None, and does nothing, if no worker is idle or anything waits already.
-        """
-        # Waiting items must not be overtaken, whichever worker they are for.
-        if self.queued or not self.idle:
-            return None
-        if terms.priority:
-            self.ranked = True
-        w = next(reversed(self.idle))
-        return w, self._hold(w, job, 0, index, [item], terms)
-
-    def _hold(
+    def give(
         self, w: int, job: int, func: int, first: int, items: list[Item], terms: Terms
     ) -> Batch:
-        """Record that a worker gets these items; return them as a batch."""
+        """Record that a worker gets these items; return them as a batch.
+
+        A caller from outside gives an idle worker an unbound item, while nothing is queued: waiting
+        items must not be overtaken, whichever worker they are for.
+        """
+        if terms.priority:
+            self.ranked = True
         in_flight, n = self.in_flight[w], len(items)
         batch = Batch()
         batch.job, batch.func, batch.first, batch.items = job, func, first, items
@@ -301,7 +288,7 @@ class Scheduler(Waiting):
                         continue
                 first = task_range.first  # `take` moves the start of the range behind the items
                 items = queue.take(n, MOST_BYTES)
-                batch = self._hold(
+                batch = self.give(
                     w, task_range.job, task_range.func, first, items, task_range.terms
                 )
                 batch.bound, batch.flow = task_range.bound, task_range.flow
@@ -429,7 +416,9 @@ class Scheduler(Waiting):
             if not in_flight.held and in_flight.accepting:
                 self.idle[w] = None
         if seconds > 0.0:
-            self.sizes.note(seconds / n)
+            before = self.sizes.cost
+            least = min(before, 1.0) / 2 if before < math.inf else 0.0
+            self.sizes.cost = max(seconds / n, least)
         if self.heavy.needs and in_flight.held:
             self.heavy.goes_on(w, in_flight.held[0])
         return batch, first

@@ -251,8 +251,40 @@ def _set_parameter(matplotlib: Any, name: str, value: Any) -> None:
     matplotlib.rcParams[name] = value
 
 
+class Umask(Row):
+    """The mask of new files, which can be read only by setting it.
+
+    The first time it is 0o077 for a moment.  After that, the known mask is set again, so other
+    threads see no difference as long as the program has not changed it.
+    """
+
+    name = "umask"
+
+    def __init__(self) -> None:
+        self._known: int | None = None
+
+    def open(self, module: Any) -> Callable[[], Any]:
+        umask = os.umask
+
+        def peek() -> int:
+            known = self._known
+            now = umask(0o077 if known is None else known)
+            if now != known:
+                umask(now)
+                self._known = now
+            return now
+
+        return peek
+
+    def set(self, module: Any, value: Any, last: Any) -> None:
+        os.umask(value)
+        self._known = value
+
+
+_OF_PROCESS: tuple[Row, ...] = Umask(), *OF_PYTHON
+
 TABLE: tuple[Row, ...] = (
-    *OF_PYTHON,  # first, because the rows of the process are among them
+    *_OF_PROCESS,  # first, because the rows of the process are among them
     Line(
         "decimal context",
         "decimal",
@@ -623,7 +655,7 @@ def kept() -> Iterator[None]:
 def _of_libraries() -> dict[Row, Any]:
     """Return the rows of libraries that calls may set, with their values."""
     found = dict[Row, Any]()
-    for row in TABLE[len(OF_PYTHON) :]:
+    for row in TABLE[len(_OF_PROCESS) :]:
         if _ready(row.module):
             with contextlib.suppress(Exception):  # another module of the library's name
                 found[row] = row.now(sys.modules[row.module])

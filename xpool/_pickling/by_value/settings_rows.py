@@ -296,36 +296,6 @@ def _set_arguments(_: object, value: Any) -> None:
     sys.argv[:] = value
 
 
-class Umask(Row):
-    """The mask of new files, which can be read only by setting it.
-
-    The first time it is 0o077 for a moment.  After that, the known mask is set again, so other
-    threads see no difference as long as the program has not changed it.
-    """
-
-    name = "umask"
-
-    def __init__(self) -> None:
-        self._known: int | None = None
-
-    def open(self, module: Any) -> Callable[[], Any]:
-        umask = os.umask
-
-        def peek() -> int:
-            known = self._known
-            now = umask(0o077 if known is None else known)
-            if now != known:
-                umask(now)
-                self._known = now
-            return now
-
-        return peek
-
-    def set(self, module: Any, value: Any, last: Any) -> None:
-        os.umask(value)
-        self._known = value
-
-
 _zone = attrgetter("tzname", "timezone", "altzone", "daylight")
 
 
@@ -715,7 +685,6 @@ OF_PYTHON: tuple[Row, ...] = (
         arguments,
         keep=lambda token: list(token) if isinstance(token, list) else token,
     ),
-    Umask(),
     TimeZone(),
     Locale(),
     filters,
