@@ -450,4 +450,4 @@ if __name__ == "__main__":
 @pytest.mark.xpool_only
 def test_a_program_ends_with_an_iterator(tmp_path):
     """A global iterator whose pool has ended prints nothing when Python ends."""
-    assert scripts.run_ok([scripts.write(tmp_path / "prog.py", UNFINISHED)]) == ""
+    assert scripts.program(tmp_path, UNFINISHED) == ""

@@ -19,9 +19,7 @@ def run(folder: Path, main: str, *arguments: str, installed: str = "", **modules
         package.mkdir()
         scripts.write(package / "installed.py", installed)
         main = f"    import sys\n    sys.path.append({str(package)!r}){main}"
-    for name, text in modules.items():
-        scripts.write(folder / f"{name}.py", text)
-    return scripts.run_ok([scripts.write(folder / "main.py", main), *arguments]).strip()
+    return scripts.program(folder, main, *arguments, **modules).strip()
 
 
 CONFIG = """

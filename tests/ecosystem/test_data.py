@@ -591,7 +591,7 @@ MADE = """
 )
 def test_the_server_starts_with_the_loader(tmp_path):
     """The server imports torch before the first epoch. If workers are forks, no server starts."""
-    assert scripts.run_ok([scripts.write(tmp_path / "made.py", MADE)]) == ""
+    assert scripts.program(tmp_path, MADE) == ""
 
 
 class Shared(torch.utils.data.Dataset):

@@ -148,7 +148,7 @@ if __name__ == "__main__":
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.run does so from Python 3.11 on")
 def test_ctrl_c_cancels_the_main_task(tmp_path):
     """Ctrl-C in `asyncio.run` cancels its main task, as it does without a pool."""
-    out = scripts.run_ok([scripts.write(tmp_path / "program.py", ASYNCIO)])
+    out = scripts.program(tmp_path, ASYNCIO)
     assert out.split() == ["cancelled", "interrupted", "2"]
 
 

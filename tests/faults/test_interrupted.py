@@ -185,4 +185,4 @@ BLOCKED = """
 
 def test_a_program_that_blocks_sigchld(tmp_path):
     """If the program blocks SIGCHLD, the pool still detects deaths."""
-    assert scripts.run_ok([scripts.write(tmp_path / "blocked.py", BLOCKED)]) == "3 1\n"
+    assert scripts.program(tmp_path, BLOCKED) == "3 1\n"

@@ -395,8 +395,7 @@ NAMES = """
 )
 def test_names_of_any_bytes(tmp_path, what):
     """The kernel's files on processes and mappings may have names that are no UTF-8."""
-    path = scripts.write(tmp_path / "names.py", NAMES)
-    assert scripts.run_ok([path, str(tmp_path), what]).startswith("worker 0")
+    assert scripts.program(tmp_path, NAMES, str(tmp_path), what).startswith("worker 0")
 
 
 ENCODINGS = """

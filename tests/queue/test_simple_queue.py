@@ -175,8 +175,8 @@ def _rest(q: SimpleQueue) -> bool:
 
 def test_get_is_interrupted(tmp_path: Any):
     """Ctrl-C ends a waiting `get` and a waiting `put`."""
-    path = scripts.write(
-        tmp_path / "waits.py",
+    out = scripts.program(
+        tmp_path,
         """
         import os, signal, threading, time
         from xpool.queue import SimpleQueue
@@ -205,7 +205,7 @@ def test_get_is_interrupted(tmp_path: Any):
         interrupted(fill)
         """,
     )
-    assert scripts.run_ok([path]).split() == ["interrupted"] * 2
+    assert out.split() == ["interrupted"] * 2
 
 
 def test_a_handler_that_uses_the_queue(make_queue: Any):
@@ -430,8 +430,8 @@ def test_forks_while_threads_use_it(make_queue: Any):
 
 def test_interpreter_shutdown(tmp_path: Any):
     """A program that exits with queues, messages and received items writes no error."""
-    path = scripts.write(
-        tmp_path / "ends.py",
+    scripts.program(
+        tmp_path,
         """
         import threading
         from xpool.queue import SimpleQueue
@@ -446,7 +446,6 @@ def test_interpreter_shutdown(tmp_path: Any):
         threading.Thread(target=SimpleQueue().get, daemon=True).start()
         """,
     )
-    scripts.run_ok([path])
 
 
 def test_import_is_light():
