@@ -970,39 +970,3 @@ def test_what_changes_after_a_fork(tmp_path, context):
     """A fork of the program gets it as other workers do, and a class that has taken the name of its
     base class is not taken for this."""
     assert scripts.program(tmp_path, NAMESAKES, context, own_late="COUNT = 3") == ""
-
-
-REPLACED = """
-    import own
-    import xpool
-
-    def get():
-        return own.plain()
-
-    def last():
-        return own.kept[-1]()
-
-    def shared():
-        return own.kept[-1] is own.plain, own.kept[-1]()
-
-    with xpool.Pool(1) as pool:
-        assert pool.apply(get) == 1
-        own.replace()
-        assert pool.apply(get) == "again"
-        own.kept.append(own.plain)
-        assert pool.apply(last) == pool.apply(get) == "again"
-        assert pool.apply(shared) == shared() == (True, "again")
-    print("well")
-"""
-
-
-def test_a_function_that_a_global_statement_has_replaced(tmp_path):
-    """It is one object, also for a list that has got it since."""
-    own = """
-        def plain(): return 1
-        kept = [plain]
-        def replace():
-            global plain
-            def plain(): return "again"
-    """
-    assert scripts.program(tmp_path, REPLACED, own=own) == "well\n"
