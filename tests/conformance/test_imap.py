@@ -13,7 +13,7 @@ import weakref
 import pytest
 from support import scripts, work
 from support.limits import WAIT
-from support.waiting import eventually
+from support.waiting import drained, eventually
 
 import xpool
 from xpool.errors import TaskNotPicklable
@@ -87,17 +87,9 @@ def test_empty_input(pool, verb, chunksize):
 @pytest.mark.parametrize("verb", VERBS)
 def test_error_of_a_task_does_not_end_the_iteration(pool, verb):
     """With chunksize 1, the failed item raises its error, and the other items yield results."""
-    results = getattr(pool, verb)(work.fail_on_three, range(6))
-    good, errors = [], 0
-    while True:
-        try:
-            good.append(next(results))
-        except ValueError as error:
-            assert error.args == (3,)
-            errors += 1
-        except StopIteration:
-            break
-    assert sorted(good) == [0, 1, 2, 4, 5] and errors == 1
+    good, errors = drained(getattr(pool, verb)(work.fail_on_three, range(6)))
+    assert sorted(good) == [0, 1, 2, 4, 5]
+    assert [(type(error), error.args) for error in errors] == [(ValueError, (3,))]
     if verb == "imap":
         assert good == sorted(good)
 
