@@ -13,7 +13,7 @@ import weakref
 import pytest
 from support import scripts, work
 from support.limits import WAIT
-from support.waiting import drained, eventually
+from support.waiting import eventually
 
 import xpool
 from xpool.errors import TaskNotPicklable
@@ -74,24 +74,6 @@ def test_next_with_timeout(pool, gate):
     assert results.next(timeout=WAIT) is None
     with pytest.raises(StopIteration):
         results.next(timeout=WAIT)
-
-
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("chunksize", [1, 5])
-def test_empty_input(pool, verb, chunksize):
-    """An empty input yields no results."""
-    assert list(getattr(pool, verb)(work.square, [], chunksize)) == []
-    assert list(getattr(pool, verb)(work.square, iter(()), chunksize)) == []
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_error_of_a_task_does_not_end_the_iteration(pool, verb):
-    """With chunksize 1, the failed item raises its error, and the other items yield results."""
-    good, errors = drained(getattr(pool, verb)(work.fail_on_three, range(6)))
-    assert sorted(good) == [0, 1, 2, 4, 5]
-    assert [(type(error), error.args) for error in errors] == [(ValueError, (3,))]
-    if verb == "imap":
-        assert good == sorted(good)
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -34,10 +34,6 @@ def numbered(i: int) -> Any:
     return torch.full((16384,), i, dtype=torch.int32)
 
 
-def numbered_large(i: int) -> Any:
-    return torch.full((5 << 18,), i, dtype=torch.int32)
-
-
 def made_shared(value: int, size: int) -> Any:
     return torch.full((size,), value, dtype=torch.uint8).share_memory_()
 
