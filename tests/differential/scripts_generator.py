@@ -260,9 +260,8 @@ def script(seed: int) -> Script:
     draw = random.Random(f"script {seed}")
     mode = draw.choices(MODES, (5, 2, 2, 3, 1))[0]
     torch = draw.random() < 0.12
-    known = [
-        one for one in STATEMENTS.values() if mode in one.modes and (torch or one.kind != "torch")
-    ]
+    left_out = {"program"} if torch else {"program", "torch"}
+    known = [one for one in STATEMENTS.values() if mode in one.modes and one.kind not in left_out]
     weights = [4 if one.kind == "torch" else 1 for one in known]
     parts: list[Part] = []
     taken: set[str] = set()

@@ -1,4 +1,8 @@
-"""Statements that are run by themselves: what others send would hide that theirs is missing."""
+"""Statements that are run by themselves, and not in random scripts.
+
+What other statements send could hide that theirs is missing, and others may look at all globals,
+such as a proxy that raises.
+"""
 
 TEXT = r"""
 = program: class that a module gives itself
