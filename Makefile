@@ -99,7 +99,7 @@ suites: $(venv)/.test .suites/.loky
 SOME = tests/layout tests/pickle tests/cpython tests/faults/test_alarms.py \
 	$(foreach name,exits insides server task_queue tracker,tests/workers/test_$(name).py) \
 	tests/conformance/test_apply.py tests/conformance/test_scripts.py \
-	tests/differential/test_changes.py tests/differential/test_shapes.py
+	tests/differential/test_shapes.py
 MORE = tests/conformance tests/hooks tests/engine tests/queue
 PYTHONS ?= $(shell "$(PYTHON)" tests/support/pythons.py)
 
@@ -120,7 +120,7 @@ MINUTES ?= 10
 FLOOR   ?= 95
 
 nightly: $(venv)/.test
-	XPOOL_TEST_DEEP=20 XPOOL_TEST_PROGRAMS=10000 XPOOL_TEST_SLOW=1 XPOOL_TEST_TIMEOUT=3600 \
+	XPOOL_TEST_DEEP=20 XPOOL_TEST_SLOW=1 XPOOL_TEST_TIMEOUT=3600 \
 		$(PYTEST) --all $(ARGS)
 	$(MAKE) suites
 	$(MAKE) test-ray OVER_HOSTS="--all tests/conformance"

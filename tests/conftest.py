@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.util
@@ -459,6 +460,14 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox, ga
         f"pass_gate({gate.path!r})\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.fixture
+def on_signal() -> Iterator[Callable[[Callable[..., Any]], Any]]:
+    """A function that sets the handler of SIGUSR1 until the test ends."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield functools.partial(signal.signal, signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.fixture

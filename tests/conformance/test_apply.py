@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,24 +20,6 @@ def test_arguments(pool):
     assert pool.apply(work.echo) == pool.apply_async(work.echo).get() == ((), {})
     assert pool.apply(work.add, [1, 2]) == pool.apply_async(work.add, [1, 2]).get() == 3
     assert pool.apply(work.nothing) is None
-
-
-@pytest.mark.parametrize(
-    ("func", "args", "expected"),
-    [
-        (len, ([1, 2],), 2),
-        (int, ("7",), 7),
-        (operator.itemgetter(1), ("ab",), "b"),
-        (functools.partial(work.add, 1), (2,), 3),
-        (work.Point(1, 2).shifted, (1,), work.Point(2, 3)),
-        ("ab".upper, (), "AB"),
-        (work.Point, (1, 2), work.Point(1, 2)),
-    ],
-    ids=["builtin", "type", "callable-object", "partial", "method", "builtin-method", "class"],
-)
-def test_every_kind_of_callable(pool, func, args, expected):
-    """Any callable that can be pickled may be a task."""
-    assert pool.apply(func, args) == expected
 
 
 @pytest.mark.xpool_only

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support import work
 from support.kinds import STDLIB
+from support.waiting import drained
 
 
 def test_the_workers_traceback_is_the_cause(process_kind, make_pool):
@@ -180,15 +181,7 @@ def test_arguments_that_do_not_pickle(process_kind, make_pool, verb):
 def test_lazy_arguments_that_do_not_pickle(process_kind, make_pool, verb):
     """With `imap`, only the item that cannot be pickled fails."""
     pool = make_pool(process_kind, 1)
-    results = getattr(pool, verb)(work.same, [1, _Refuses(), 2])
-    good, errors = [], []
-    while True:
-        try:
-            good.append(next(results))
-        except StopIteration:
-            break
-        except Exception as error:
-            errors.append(error)
+    good, errors = drained(getattr(pool, verb)(work.same, [1, _Refuses(), 2]))
     assert sorted(good) == [1, 2] and len(errors) == 1
     assert "cannot pickle this" in "".join(traceback.format_exception(errors[0]))
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.xpool_only
 
 def _run_main(folder, text, arguments=""):
     """Run a script that calls `main`, without a guard."""
-    return scripts.run_ok([scripts.write(folder / "program.py", f"{text}\nmain({arguments})\n")])
+    return scripts.program(folder, f"{text}\nmain({arguments})\n")
 
 
 INHERITED = """
@@ -46,7 +46,7 @@ def main(method):
 def test_initializer_that_is_inherited(tmp_path, method):
     """If initargs can only be inherited, the initializer still sees the program's globals."""
     text = INHERITED + f'\nif __name__ == "__main__":\n    main("{method}")\n'
-    out = scripts.run_ok([scripts.write(tmp_path / "inherited.py", text)])
+    out = scripts.program(tmp_path, text)
     assert out.splitlines() == ["[(2, 2)]", "[(2, 3)]"]
 
 
@@ -126,7 +126,7 @@ def test_globals_of_each_process(tmp_path):
     """Each process has its own random generators and pools. A logger shows as many handlers as in
     the program. A global that a worker changed keeps the worker's value until the program changes
     it."""
-    out = scripts.run_ok([scripts.write(tmp_path / "own.py", OF_THE_PROCESS)])
+    out = scripts.program(tmp_path, OF_THE_PROCESS)
     assert out.splitlines() == ["2", "(1, False) True", "['model', 'model']", "KeyError('model')"]
 
 
@@ -218,7 +218,7 @@ SAID = {
 def test_an_error_says_why_a_global_is_not_there(tmp_path):
     """So it does for the program's pool, for a value that a worker cannot load, also if the message
     itself needs it, for a name that no function names, and for what cannot be sent."""
-    out = scripts.run_ok([scripts.write(tmp_path / "explained.py", EXPLAINED)])
+    out = scripts.program(tmp_path, EXPLAINED)
     for (name, texts), said in zip(SAID.items(), out.splitlines(), strict=True):
         assert all(text in ast.literal_eval(said) for text in texts), (name, said)
         assert ("None in this worker" in said) is (name in ("of_global", "of_class"))
@@ -365,7 +365,7 @@ if __name__ == "__main__":
 
 def test_slow_checks_warn_once(tmp_path):
     """If pickling one global has taken a second in total, one warning says how to avoid it."""
-    out = scripts.run_ok([scripts.write(tmp_path / "slow.py", SLOW)])
+    out = scripts.program(tmp_path, SLOW)
     (line,) = out.splitlines()
     # The first call publishes the global. A busy machine makes the warning earlier, not later.
     assert line[0] in "123" and line[1:].startswith(
@@ -400,7 +400,7 @@ if __name__ == "__main__":
 
 def test_a_lock_of_the_script_warns_once(tmp_path):
     """A task that uses the script's lock warns once in a process pool, never in a thread pool."""
-    out = scripts.run_ok([scripts.write(tmp_path / "lock.py", LOCKED)])
+    out = scripts.program(tmp_path, LOCKED)
     assert out == "0 set()\n1 {True}\n"
 
 
@@ -433,7 +433,7 @@ pool.join()
 def test_what_a_script_has(tmp_path):
     """A task sees the script's file, docstring and ``__getattr__``. Python finalizes the globals
     while they still can print."""
-    out = scripts.run_ok([scripts.write(tmp_path / "of_a_script.py", OF_A_SCRIPT)])
+    out = scripts.program(tmp_path, OF_A_SCRIPT)
     assert out == "True [42, 0, 42] True\nsaved\n"
 
 
@@ -485,7 +485,7 @@ def test_imports_for_a_message_warn_of_nothing(tmp_path, context):
             "def same(x): return x\nclass Kind: pass\n"
         )
     text = IMPORTS.replace("FOLDER", repr(str(tmp_path))).replace("CONTEXT", repr(context))
-    out = scripts.run_ok([scripts.write(tmp_path / "warns.py", text)])
+    out = scripts.program(tmp_path, text)
     errors = "UserWarning('import latest')\nUserWarning('of the task')\n"
     assert out == f"4 2\nKind\nKind\n{errors}"
 
@@ -520,7 +520,7 @@ def test_a_list_that_is_nested_too_deeply_is_not_none(tmp_path):
 
     From Python 3.12 on, it can be pickled.
     """
-    out = scripts.run_ok([scripts.write(tmp_path / "nested.py", NESTED)])
+    out = scripts.program(tmp_path, NESTED)
     assert out in ("True\n", "3000\n")
 
 
@@ -573,10 +573,9 @@ if __name__ == "__main__":
 def test_classes_that_only_items_name(tmp_path):
     """The function of a map names nothing of the script, and the items do: each worker gets their
     class, also workers that take the places of others."""
-    (tmp_path / "script.py").write_text(ITEMS_ALONE)
     first = [[3, 3], [3, 3], [9, 9], [3, 3], [[1.5, True]] * 2, 3]
     wanted = f"{first} [5, 5] {[[2.5, True]]}\n"
-    assert scripts.run_ok([str(tmp_path / "script.py")]) == wanted
+    assert scripts.program(tmp_path, ITEMS_ALONE) == wanted
 
 
 NEEDS = """
@@ -629,7 +628,7 @@ if __name__ == "__main__":
 def test_a_message_brings_what_it_needs(tmp_path):
     """It does not bring what other messages needed, but all that has changed, since a worker's own
     objects may use it.  Messages with different needs take turns."""
-    out = scripts.run_ok([scripts.write(tmp_path / "needs.py", NEEDS)])
+    out = scripts.program(tmp_path, NEEDS)
     assert out.splitlines() == ["True True", "True [4, 4]", "True [8, 8] True", "True"]
 
 
@@ -684,7 +683,7 @@ if __name__ == "__main__":
 
 def test_a_global_that_the_program_mends_in_place(tmp_path):
     """A global that cannot be sent is sent when it can be, or the error has the new reason."""
-    assert scripts.run_ok([scripts.write(tmp_path / "mended.py", MENDED)]).splitlines() == [
+    assert scripts.program(tmp_path, MENDED).splitlines() == [
         *("generator", "generator", "generator", "None"),
         *("TextIOWrapper", "1", "2", "[2]", "generator"),
     ]
@@ -725,7 +724,7 @@ if __name__ == "__main__":
 def test_variables_in_texts_for_pandas(tmp_path):
     """`query` and `eval` find variables after @; the error of a text that is a global says why."""
     pytest.importorskip("pandas", reason="pandas is not installed")
-    out = scripts.run_ok([scripts.write(tmp_path / "frames.py", FRAMES)])
+    out = scripts.program(tmp_path, FRAMES)
     assert out == "True\n" + "True True\n" * 3
 
 
@@ -797,9 +796,8 @@ def test_globals_that_are_mapped_from_files(tmp_path, monkeypatch, context):
     a copy, with a warning."""
     pytest.importorskip("numpy", reason="numpy is not installed")
     monkeypatch.chdir(tmp_path)  # the files are there
-    scripts.write(tmp_path / "in_files.py", IN_FILES)
     text = MAPPED.replace("Pool(1)", f"Pool(1, context={context!r})")
-    out = scripts.run_ok([scripts.write(tmp_path / "mapped.py", text)])
+    out = scripts.program(tmp_path, text, in_files=IN_FILES)
     assert out.splitlines() == [
         "True (4.0, 'ndarray')",
         "True -7.0 0.0 8 0",
@@ -832,7 +830,7 @@ if __name__ == "__main__":
 
 def test_what_a_task_sets_in_a_class_stays_in_a_recursive_pool(tmp_path):
     """A class that has not changed is not filled again by the next message."""
-    assert scripts.run_ok([scripts.write(tmp_path / "recursive.py", RECURSIVE)]) == "[1, 2, 3]\n"
+    assert scripts.program(tmp_path, RECURSIVE) == "[1, 2, 3]\n"
 
 
 FORKED_AGAIN = """
@@ -863,7 +861,7 @@ if __name__ == "__main__":
 def test_functions_in_classes_of_a_fork(tmp_path):
     """A class that the program has sent before the fork, and not changed since, refers to the
     functions that the worker has inherited."""
-    out = scripts.run_ok([scripts.write(tmp_path / "forked.py", FORKED_AGAIN)])
+    out = scripts.program(tmp_path, FORKED_AGAIN)
     assert out.splitlines() == ["text True"] * 2
 
 
@@ -889,7 +887,7 @@ if __name__ == "__main__":
 def test_globals_that_only_the_context_uses(tmp_path):
     """Methods of a worker's context see globals as they are at the call, also if the task's
     function uses nothing of the program."""
-    out = scripts.run_ok([scripts.write(tmp_path / "program.py", OF_CONTEXTS)])
+    out = scripts.program(tmp_path, OF_CONTEXTS)
     assert out == "2 [2]\n3 3\n"
 
 
@@ -923,7 +921,7 @@ if __name__ == "__main__":
 def test_globals_that_came_with_an_object_of_a_queue(tmp_path):
     """They are not values that the worker has set itself: it takes those of later objects, and of
     tasks."""
-    out = scripts.run_ok([scripts.write(tmp_path / "program.py", OF_A_QUEUE)])
+    out = scripts.program(tmp_path, OF_A_QUEUE)
     assert out == "1\n2\n3\n"
 
 
@@ -971,42 +969,4 @@ NAMESAKES = """
 def test_what_changes_after_a_fork(tmp_path, context):
     """A fork of the program gets it as other workers do, and a class that has taken the name of its
     base class is not taken for this."""
-    scripts.write(tmp_path / "own_late.py", "COUNT = 3")
-    assert scripts.run_ok([scripts.write(tmp_path / "program.py", NAMESAKES), context]) == ""
-
-
-REPLACED = """
-    import own
-    import xpool
-
-    def get():
-        return own.plain()
-
-    def last():
-        return own.kept[-1]()
-
-    def shared():
-        return own.kept[-1] is own.plain, own.kept[-1]()
-
-    with xpool.Pool(1) as pool:
-        assert pool.apply(get) == 1
-        own.replace()
-        assert pool.apply(get) == "again"
-        own.kept.append(own.plain)
-        assert pool.apply(last) == pool.apply(get) == "again"
-        assert pool.apply(shared) == shared() == (True, "again")
-    print("well")
-"""
-
-
-def test_a_function_that_a_global_statement_has_replaced(tmp_path):
-    """It is one object, also for a list that has got it since."""
-    own = """
-        def plain(): return 1
-        kept = [plain]
-        def replace():
-            global plain
-            def plain(): return "again"
-    """
-    scripts.write(tmp_path / "own.py", own)
-    assert scripts.run_ok([scripts.write(tmp_path / "program.py", REPLACED)]) == "well\n"
+    assert scripts.program(tmp_path, NAMESAKES, context, own_late="COUNT = 3") == ""

@@ -77,32 +77,6 @@ def test_next_with_timeout(pool, gate):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("chunksize", [1, 5])
-def test_empty_input(pool, verb, chunksize):
-    """An empty input yields no results."""
-    assert list(getattr(pool, verb)(work.square, [], chunksize)) == []
-    assert list(getattr(pool, verb)(work.square, iter(()), chunksize)) == []
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_error_of_a_task_does_not_end_the_iteration(pool, verb):
-    """With chunksize 1, the failed item raises its error, and the other items yield results."""
-    results = getattr(pool, verb)(work.fail_on_three, range(6))
-    good, errors = [], 0
-    while True:
-        try:
-            good.append(next(results))
-        except ValueError as error:
-            assert error.args == (3,)
-            errors += 1
-        except StopIteration:
-            break
-    assert sorted(good) == [0, 1, 2, 4, 5] and errors == 1
-    if verb == "imap":
-        assert good == sorted(good)
-
-
-@pytest.mark.parametrize("verb", VERBS)
 def test_error_of_a_task_in_a_chunk(pool, verb):
     """With larger chunks, the error of an item is raised in place of its chunk. The iteration goes
     on with the next chunk."""
@@ -450,4 +424,4 @@ if __name__ == "__main__":
 @pytest.mark.xpool_only
 def test_a_program_ends_with_an_iterator(tmp_path):
     """A global iterator whose pool has ended prints nothing when Python ends."""
-    assert scripts.run_ok([scripts.write(tmp_path / "prog.py", UNFINISHED)]) == ""
+    assert scripts.program(tmp_path, UNFINISHED) == ""

@@ -79,16 +79,18 @@ if __name__ == "__main__":
 
 def test_connections_and_sockets_are_sent(tmp_path):
     """Workers receive connections and sockets and send them back. The workers stay alive."""
-    path = scripts.write(tmp_path / "sent.py", SENT.format(pool=POOL))
-    assert scripts.run_ok([path]).splitlines() == [
+    assert scripts.program(tmp_path, SENT.format(pool=POOL)).splitlines() == [
         "connection Connection", "socket", "from a worker", "1 2"
     ]  # fmt: skip
 
 
 def test_shared_ctypes_are_inherited(tmp_path):
     """Shared ctypes and connections work as initargs. A registered reducer is used."""
-    path = scripts.write(tmp_path / "shared.py", SHARED.format(pool=POOL))
-    assert scripts.run_ok([path]).splitlines() == ["[0, 1, 4] 3 [0, 1, 2]", "True", "2"]
+    assert scripts.program(tmp_path, SHARED.format(pool=POOL)).splitlines() == [
+        "[0, 1, 4] 3 [0, 1, 2]",
+        "True",
+        "2",
+    ]
 
 
 def parent(*_):

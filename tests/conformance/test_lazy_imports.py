@@ -81,5 +81,4 @@ CELLS = """
 def test_lazy_imports_of_a_notebook(tmp_path):
     """Lazy imports in cells of IPython stay lazy in workers."""
     pytest.importorskip("IPython", reason="cells are run by IPython")
-    path = scripts.write(tmp_path / "cells.py", CELLS)
-    assert scripts.run_ok([path]) == "['[1]', False, False]\n"
+    assert scripts.program(tmp_path, CELLS) == "['[1]', False, False]\n"

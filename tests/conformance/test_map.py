@@ -1,8 +1,6 @@
 """`map`, `starmap` and their asynchronous versions return results in the input's order."""
 
-import collections
 import functools
-import itertools
 
 import pytest
 from support import work
@@ -63,24 +61,6 @@ def test_empty_input(pool, chunksize):
     assert pool.starmap(work.add, [], chunksize) == []
     assert pool.map_async(work.square, [], chunksize).get(timeout=WAIT) == []
     assert pool.map(work.square, iter(()), chunksize) == []
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: (i for i in range(10)),
-        lambda: iter(range(10)),
-        lambda: dict.fromkeys(range(10)),
-        lambda: collections.deque(range(10)),
-        lambda: itertools.islice(itertools.count(), 10),
-        lambda: range(10),
-    ],
-    ids=["generator", "iterator", "dict", "deque", "islice", "range"],
-)
-def test_any_iterable(pool, make):
-    """The input may be any iterable, with a length or without."""
-    assert pool.map(work.square, make()) == [i * i for i in range(10)]
-    assert pool.map_async(work.square, make(), 3).get() == [i * i for i in range(10)]
 
 
 class More(tuple):

@@ -151,8 +151,7 @@ INHERITED = """
 
 def test_a_queue_of_multiprocessing_as_a_global(tmp_path):
     """The remedy is `initargs=`: a queue that each worker makes itself would be another one."""
-    path = scripts.write(tmp_path / "program.py", INHERITED)
-    of_queue, of_file, got = scripts.run_ok([path]).splitlines()
+    of_queue, of_file, got = scripts.program(tmp_path, INHERITED).splitlines()
     assert of_queue.endswith(
         "Pass it in initargs= of the pool, and let the initializer set the global."
     )
@@ -376,15 +375,15 @@ GUARDED = """
 def test_a_pool_at_the_top_level_of_the_program(tmp_path):
     """A pool at the top level of the program is made once: workers do not run the program."""
     text = GUARDED.format(at_import="outer = xpool.Pool(1)") + "        outer.terminate()"
-    out = scripts.run_ok([scripts.write(tmp_path / "program.py", text), "None"])
+    out = scripts.program(tmp_path, text, "None")
     assert out == "[1, 2, 3]\n"
 
 
 def test_a_pool_at_the_top_level_of_a_module(tmp_path):
     """If a pool is at the top level of another module, the message names the module."""
-    scripts.write(tmp_path / "helpers.py", "import xpool\npool = xpool.Pool(1)\ndef f(x): return x")
+    helpers = "import xpool\npool = xpool.Pool(1)\ndef f(x): return x"
     text = GUARDED.format(at_import="").replace("return x + 1", "import helpers; helpers.f(x)")
-    out = scripts.run_ok([scripts.write(tmp_path / "program.py", text), "None"])
+    out = scripts.program(tmp_path, text, "None", helpers=helpers)
     assert "OptionError" in out and "while a worker imports module helpers" in out
 
 
@@ -398,9 +397,7 @@ def test_a_pool_in_a_fork_of_a_module_that_is_imported(tmp_path):
         with xpool.Pool(1, context="fork", is_daemon=False) as pool:
             print(pool.apply(nested, (-1,)))
     """
-    scripts.write(tmp_path / "helpers.py", text)
-    scripts.write(tmp_path / "program.py", "import helpers")
-    assert scripts.run_ok([str(tmp_path / "program.py")]) == "2\n"
+    assert scripts.program(tmp_path, "import helpers", helpers=text) == "2\n"
 
 
 @pytest.mark.xpool_only

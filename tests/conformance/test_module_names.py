@@ -213,7 +213,7 @@ if __name__ == "__main__":
 def test_submodules_of_packages(tmp_path, context):
     """Workers import those that functions use by the name of the package (`import xml.etree`)."""
     text = SUBMODULES.replace("CONTEXT", repr(context))
-    out = scripts.run_ok([scripts.write(tmp_path / "submodules.py", text)])
+    out = scripts.program(tmp_path, text)
     assert out == "BufferingHandler a xml.etree.ElementTree [] /%20 Message\n"
 
 
@@ -274,7 +274,7 @@ def test_modules_that_register_something_when_they_are_imported(tmp_path):
     (tmp_path / "hooks.py").write_text(HOOKS)
     for name in "first", "second", "third":
         (tmp_path / f"{name}.py").write_text(HOOK.replace("NAME", name))
-    out = scripts.run_ok([scripts.write(tmp_path / "registered.py", REGISTERED)])
+    out = scripts.program(tmp_path, REGISTERED)
     seen = "(['first', 'second', 'third', 'task'], 3)"
     assert out.splitlines() == [str([True] * 4), seen] * 2
 
@@ -299,7 +299,7 @@ print([*aliases()])
 def test_other_names_that_installed_packages_make(tmp_path, names):
     """A worker's own imports make them, if it needs them."""
     text = INSTALLED.replace("NAMES", repr(names.split()))
-    out = scripts.run_ok([scripts.write(tmp_path / "installed.py", text)])
+    out = scripts.program(tmp_path, text)
     assert out.splitlines()[-1] == "[]"
 
 
@@ -332,7 +332,7 @@ if __name__ == "__main__":
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes")
 def test_a_module_that_has_the_name_of_another_is_refused(tmp_path):
     """A module that the script has made is not sent by a name that leads to another module."""
-    out = scripts.run_ok([scripts.write(tmp_path / "named.py", SAME_AS_ANOTHER)])
+    out = scripts.program(tmp_path, SAME_AS_ANOTHER)
     assert out.split() == ["1", "True", "fake", "1"]
 
 
@@ -400,7 +400,7 @@ def test_what_is_assigned_to_a_property_of_an_installed_module(tmp_path, monkeyp
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         scripts.write(folder / name, text)
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    out = scripts.run_ok([scripts.write(tmp_path / "properties.py", PROPERTIES)])
+    out = scripts.program(tmp_path, PROPERTIES)
     assert out == "True False True True True False True True {'a': 1} True\n"
 
 
@@ -448,7 +448,7 @@ def test_modules_that_only_the_program_finds(tmp_path):
     scripts.write(source / "__init__.py", "")
     job = "class Job:\n    def scaled(self, x):\n        return scaled(x)\n"
     scripts.write(source / "job.py", f"RATE = 2\ndef scaled(x):\n    return RATE * x\n{job}")
-    out = scripts.run_ok([scripts.write(tmp_path / "fetched.py", FETCHED)])
+    out = scripts.program(tmp_path, FETCHED)
     assert out.split() == ["True"] * 10
 
 
@@ -499,7 +499,6 @@ def test_modules_that_are_not_in_sys_modules(tmp_path):
     """`module_from_spec` does not put them there.  Their functions have the globals of one module
     in a worker, also if the program has no name for it: what an initializer sets stays."""
     (tmp_path / "plugins").mkdir()
-    scripts.write(tmp_path / "shared.py", "DATA = {'a': [1]}")
     first = """
 import shared
 from shared import DATA
@@ -520,7 +519,7 @@ made = make()
 """
     scripts.write(tmp_path / "plugins" / "first.py", first)
     scripts.write(tmp_path / "plugins" / "second.py", second)
-    out = scripts.run_ok([scripts.write(tmp_path / "unregistered.py", UNREGISTERED)])
+    out = scripts.program(tmp_path, UNREGISTERED, shared="DATA = {'a': [1]}")
     seen, same = "True (True, True, True)", "True True True True"
     for items, line in zip(("[]", "['spawn']"), range(2)):
         assert out.splitlines()[3 * line] == f"([3], True, {items}) ([3], True, {items}) {seen}"
@@ -586,7 +585,7 @@ class Plugin:
 """
     for name in "first", "second":
         scripts.write(tmp_path / f"{name}.py", text.format(name))
-    out = scripts.run_ok([scripts.write(tmp_path / "program.py", SAME_NAMES)])
+    out = scripts.program(tmp_path, SAME_NAMES)
     assert out.splitlines() == ["True", "True True", "[True, True]"] * 2
 
 
@@ -617,8 +616,6 @@ WITHOUT_A_PLACE = """
 
 def test_globals_that_functions_without_a_module_read(tmp_path):
     """Functions of two modules of one name, and of `exec`, see the globals of other modules."""
-    scripts.write(tmp_path / "own_config.py", "RATE = 7")
     text = "def rate():\n    from own_config import RATE\n    return RATE"
     twin = scripts.write(tmp_path / "file_of_twin.py", text)
-    program = scripts.write(tmp_path / "program.py", WITHOUT_A_PLACE)
-    assert scripts.run_ok([program, twin]) == ""
+    assert scripts.program(tmp_path, WITHOUT_A_PLACE, twin, own_config="RATE = 7") == ""

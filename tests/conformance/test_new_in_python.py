@@ -67,9 +67,8 @@ ANNOTATIONS = """
 @pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are deferred since 3.14")
 def test_deferred_annotations(tmp_path):
     """Annotations with names that are not defined when they are read."""
-    script = scripts.write(tmp_path / "deferred.py", ANNOTATIONS)
     for _ in range(2):  # the second run has the journals of the first
-        assert scripts.run_ok([script]) == "well\n"
+        assert scripts.program(tmp_path, ANNOTATIONS) == "well\n"
 
 
 TEMPLATES = """
@@ -94,7 +93,7 @@ TEMPLATES = """
 @pytest.mark.skipif(sys.version_info < (3, 14), reason="t-strings are new in Python 3.14")
 def test_templates_and_placeholders(tmp_path):
     """They are globals and arguments; a value in a template may change in place."""
-    assert scripts.run_ok([scripts.write(tmp_path / "templates.py", TEMPLATES)]) == "well\n"
+    assert scripts.program(tmp_path, TEMPLATES) == "well\n"
 
 
 SENTINELS = """
@@ -126,5 +125,4 @@ SENTINELS = """
 def test_sentinels_and_frozen_dicts(tmp_path):
     """A sentinel keeps its identity in a worker and back; a frozen dict has values that change."""
     own = 'NONE = sentinel("NONE")\ndef default(x=NONE):\n    return x\n'
-    scripts.write(tmp_path / "own.py", own)
-    assert scripts.run_ok([scripts.write(tmp_path / "program.py", SENTINELS)]) == "well\n"
+    assert scripts.program(tmp_path, SENTINELS, own=own) == "well\n"

@@ -19,9 +19,7 @@ def run(folder: Path, main: str, *arguments: str, installed: str = "", **modules
         package.mkdir()
         scripts.write(package / "installed.py", installed)
         main = f"    import sys\n    sys.path.append({str(package)!r}){main}"
-    for name, text in modules.items():
-        scripts.write(folder / f"{name}.py", text)
-    return scripts.run_ok([scripts.write(folder / "main.py", main), *arguments]).strip()
+    return scripts.program(folder, main, *arguments, **modules).strip()
 
 
 CONFIG = """
@@ -121,67 +119,6 @@ def test_a_module_that_code_hands_on(where, tmp_path):
     run(tmp_path, main, config=CONFIG, cases=HANDED)
 
 
-OF_ITS_CLASS = """
-    import sys, types
-    scale = 1
-
-    class Own(types.ModuleType):
-        @property
-        def doubled(self):
-            return scale * 2
-
-    sys.modules[__name__].__class__ = Own
-"""
-
-
-def test_the_class_of_a_module(tmp_path):
-    """Code of the class that a module gives itself uses globals of the module."""
-    main = """
-    import own
-    import xpool
-
-    def doubled(_):
-        return own.doubled
-
-    if __name__ == "__main__":
-        own.scale = 5
-        with xpool.Pool(1) as pool:
-            print(pool.map(doubled, [0]))
-    """
-    assert run(tmp_path, main, own=OF_ITS_CLASS) == "[10]"
-
-
-def test_a_definition_under_a_condition(tmp_path):
-    """A function that the import of its module has chosen is the program's, with its defaults."""
-    config = "    fast = False\n"
-    solver = """
-    import config
-
-    if config.fast:
-        def solve(x, *, steps=[1]):
-            return "fast", x, steps
-    else:
-        def solve(x, *, steps=[2]):
-            return "slow", x, steps
-
-    def twice(x):
-        return solve(x), solve(x)
-    """
-    main = """
-    import config
-    config.fast = True
-    import solver
-    import xpool
-
-    if __name__ == "__main__":
-        config.fast = False
-        with xpool.Pool(1) as pool:
-            for func in solver.solve, solver.twice:
-                assert pool.map(func, [1]) == [func(1)], pool.map(func, [1])
-    """
-    run(tmp_path, main, config=config, solver=solver)
-
-
 def test_an_object_that_loses_its_attributes(tmp_path):
     """An object of a module without attributes has none in a worker that has set some."""
     state = """
@@ -217,63 +154,6 @@ def test_an_object_that_loses_its_attributes(tmp_path):
             assert [pool.apply(state.count) for _ in range(2)] == [1, 2]
     """
     run(tmp_path, main, state=state)
-
-
-def test_a_function_that_wraps_itself(tmp_path):
-    """A `__wrapped__` that leads back to the function ends no search."""
-    lib = """
-    import time
-
-    def same(x):
-        return x
-    same.__wrapped__ = same
-    """
-    main = """
-    import lib
-    import xpool
-
-    if __name__ == "__main__":
-        with xpool.Pool(1) as pool:
-            print(pool.map(lib.same, [7]))
-    """
-    assert run(tmp_path, main, lib=lib) == "[7]"
-
-
-def test_an_object_that_answers_for_another(tmp_path):
-    """Nothing asks an object for its `__class__`, which loads a lazy one and may raise."""
-    main = """
-    import xpool
-
-    stack = []
-
-    class Proxy:
-        @property
-        def __class__(self):
-            if not stack:
-                raise RuntimeError("outside of a context")
-            return type(stack[-1])
-
-        def __getattr__(self, name):
-            return getattr(stack[-1], name)
-
-    class App:
-        debug = True
-        proxy = Proxy()
-
-    current = Proxy()
-
-    def debug(x):
-        stack.append(App())
-        try:
-            return current.debug, App.proxy.debug, x
-        finally:
-            stack.pop()
-
-    if __name__ == "__main__":
-        with xpool.Pool(1) as pool:
-            print(pool.map(debug, [0]))
-    """
-    assert run(tmp_path, main) == "[(True, True, 0)]"
 
 
 def test_the_file_of_the_script(tmp_path):
@@ -313,40 +193,6 @@ def test_the_file_of_the_script(tmp_path):
             print(pool.map(start, ["spawn"]))
     """
     assert run(tmp_path, main, lib=lib) == "[3]"
-
-
-UNITS = """
-    import xpool
-
-    class Unit:
-        kinds = {}
-
-        def __new__(cls, name):
-            if name not in cls.kinds:
-                cls.kinds[name] = super().__new__(cls)
-                cls.kinds[name].name = name
-            return cls.kinds[name]
-
-        def __getnewargs__(self):
-            return (self.name,)
-
-    metre = Unit("m")
-
-    def seen():
-        return metre.name, list(Unit.kinds)
-
-    if __name__ == "__main__":
-        Unit.kinds.clear()
-        with xpool.Pool(1) as pool:
-            assert pool.apply(seen) == ("m", []), pool.apply(seen)
-            Unit("s")
-            assert pool.apply(seen) == ("m", ["s"]), pool.apply(seen)
-"""
-
-
-def test_an_object_with_arguments_of_new(tmp_path):
-    """A global arrives without a call of the `__new__` of its class."""
-    run(tmp_path, UNITS)
 
 
 APART = """
@@ -442,73 +288,6 @@ def test_flags_of_absl(tmp_path):
     """
     run(tmp_path, FLAGS, "--n=8", "--m=5", lib=lib)
     run(tmp_path, FLAGS.replace('if __name__ == "__main__":', "if True:"), "--rate=2", lib=lib)
-
-
-KINDS = """
-    import collections, enum, typing
-    import xpool
-
-    class Point(typing.NamedTuple):
-        x: int
-        y: int = 0
-
-    class OfPoints(Point, enum.Enum):
-        A = 1, 2
-
-    class OfOldPoints(collections.namedtuple("Old", "x y"), enum.Enum):
-        A = 1, 2
-
-    class Scaled(float):
-        def __new__(cls, value, scale=2):
-            self = super().__new__(cls, value * scale)
-            self.given = value
-            return self
-
-    class OfFloats(Scaled, enum.Enum):
-        A = 1.5
-
-    class Hex(int):
-        def __new__(cls, text, base=16):
-            return super().__new__(cls, text, base)
-
-    class OfNumbers(Hex, enum.Enum):
-        A = "ff"
-
-    class Color(tuple, enum.Enum):
-        RED = (255, 0, 0)
-
-    Row = collections.namedtuple("Row", ["id", "first name", "id"], rename=True)
-    Pair = collections.namedtuple("Pair", "x y")
-    Pair._asdict = lambda self: {"only": self.x}
-    old_new = Pair.__new__
-    Pair.__new__ = lambda cls, x, y=7: old_new(cls, x, y)
-
-    def members():
-        a, f, n = OfPoints.A, OfFloats.A, OfNumbers.A
-        old = OfOldPoints.A
-        data = a.x, a.y, a.value, old.x, old.y, float(f), f.given, int(n)
-        return data, Color.RED[0], Color.RED.value
-
-    def tuples():
-        return Row(1, 2, 3), Row._fields, Pair(1), Pair(1)._asdict()
-
-    def shown(value):
-        return repr(value), value[0], list(value)
-
-    if __name__ == "__main__":
-        with xpool.Pool(1) as pool:
-            for func in members, tuples:
-                assert pool.apply(func) == func(), (pool.apply(func), func())
-            for value in OfPoints.A, Color.RED, Row(1, 2, 3), Pair(2):
-                assert pool.apply(shown, (value,)) == shown(value), pool.apply(shown, (value,))
-            assert [*map(type, pool.apply(tuples)[::2])] == [Row, Pair]
-"""
-
-
-def test_members_with_data_and_named_tuples(tmp_path):
-    """Members keep data that a `__new__` of the program has converted. Named tuples keep names that
-    were replaced (as those of `DataFrame.itertuples`), and methods that the program has set."""
-    run(tmp_path, KINDS)
 
 
 BY_SEARCH = """
@@ -1010,56 +789,6 @@ LIBRARY = """
 def test_a_class_that_says_it_is_of_another_module(tmp_path):
     """Classes and methods in a class whose `__module__` the program sets go by their names."""
     assert run(tmp_path, RENAMED, lib=LIBRARY, api="from lib import Foo") == "caught"
-
-
-COMPILED = """
-    import compiled, config
-    from xpool import Pool
-
-    config.value = 5
-    config.settings["a"] = 6
-    compiled.scale = 7
-    compiled.Options.rate = 8
-
-    def local():
-        return compiled.compute()
-
-    if __name__ == "__main__":
-        with Pool(1) as pool:
-            print(pool.apply(compiled.compute), pool.apply(local))
-"""
-
-COMPILED_MODULE = """
-    import config
-    from config import settings
-
-    class cython_function_or_method:
-        def __init__(self, code):
-            self.__module__, self.__qualname__ = __name__, "compute"
-            self.__call = compile(code, "hidden", "eval")
-
-        def __call__(self):
-            return eval(self.__call)
-
-        def __reduce__(self):
-            return self.__qualname__
-
-    class Options:
-        rate = 1
-
-    scale = 1
-    compute = cython_function_or_method("scale, config.value, settings['a'], Options.rate")
-"""
-
-
-def test_functions_without_code(tmp_path):
-    """A function in Cython may use all globals of its module, and of modules to which this refers.
-
-    A class with the name of Cython's type takes its place, because this needs no compiler.
-    """
-    config = 'value = 1; settings = {"a": 1}'
-    out = run(tmp_path, COMPILED, compiled=COMPILED_MODULE, config=config)
-    assert out == "(7, 5, 6, 8) (7, 5, 6, 8)"
 
 
 CLI = """

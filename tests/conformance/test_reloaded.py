@@ -127,7 +127,7 @@ if __name__ == "__main__":
 
 def test_modules_that_are_edited_and_loaded_again(tmp_path):
     """Tasks see the module that the program has, and not the one of the file or an earlier one."""
-    out = scripts.run_ok([scripts.write(tmp_path / "edits.py", EDITS)])
+    out = scripts.program(tmp_path, EDITS)
     assert len(out.splitlines()) == 9
 
 
@@ -179,7 +179,7 @@ pool = xpool.Pool(1)
 def test_autoreload_in_a_notebook(tmp_path):
     """After an edit of a module, cells and the tasks of an older pool use the new version."""
     pytest.importorskip("IPython", reason="cells are run by IPython")
-    out = scripts.run_ok([scripts.write(tmp_path / "cells.py", CELLS)])
+    out = scripts.program(tmp_path, CELLS)
     assert out.splitlines() == ["3 1 1 1 1 True", "6 2 2 2 2 True", "9 3 3 3 3 True"]
 
 
@@ -212,7 +212,7 @@ if __name__ == "__main__":
 
 def test_a_module_that_is_loaded_again_before_the_first_pool(tmp_path):
     """A class of another module still extends the class that it was made with."""
-    out = scripts.run_ok([scripts.write(tmp_path / "before.py", BEFORE)])
+    out = scripts.program(tmp_path, BEFORE)
     assert out == "(1, False) (1, False)\n"
 
 

@@ -67,8 +67,8 @@ def test_a_script(tmp_path, guard, method):
     """Functions, lambdas, classes and globals of a script work with every start method, with the
     guard and without."""
     text = PROGRAM.replace("(10,))", f"(10,), context={method!r})")
-    path = scripts.write(tmp_path / "script.py", f"{text}\n{guard or 'if True:'}\n    main()\n")
-    assert scripts.run_ok([path]).splitlines() == EXPECTED
+    out = scripts.program(tmp_path, f"{text}\n{guard or 'if True:'}\n    main()\n")
+    assert out.splitlines() == EXPECTED
 
 
 @pytest.mark.parametrize(("arguments", "given"), [(["-c", UNGUARDED], ""), (["-"], UNGUARDED)])

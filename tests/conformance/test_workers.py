@@ -374,8 +374,8 @@ def test_seed_depends_on_the_index(make_pool):
 @pytest.mark.xpool_only
 def test_forked_from_a_program_that_computes(tmp_path):
     """After the program has used OpenMP's threads, forked workers still compute."""
-    path = scripts.write(
-        tmp_path / "computes.py",
+    out = scripts.program(
+        tmp_path,
         """
         import os
         import torch, xpool
@@ -390,4 +390,4 @@ def test_forked_from_a_program_that_computes(tmp_path):
                     print(pool.apply(torch.full, ((1_000_000,), 7.0)).sum().item())
         """,
     )
-    assert scripts.run_ok([path]).split() == ["7000000.0"] * 2
+    assert out.split() == ["7000000.0"] * 2

@@ -1,1 +1,1 @@
-"""Random programs that run on xpool's pools and on those of the standard library."""
+"""Random scripts and programs: tasks see what a process that is forked at the call sees."""

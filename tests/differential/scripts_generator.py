@@ -39,6 +39,7 @@ from support import scripts
 from differential.statements import LINKS, MODES, STATEMENTS, Statement
 
 __all__ = [
+    "BY_THEMSELVES",
     "KINDS_OF_STATEMENTS",
     "Part",
     "Script",
@@ -259,9 +260,8 @@ def script(seed: int) -> Script:
     draw = random.Random(f"script {seed}")
     mode = draw.choices(MODES, (5, 2, 2, 3, 1))[0]
     torch = draw.random() < 0.12
-    known = [
-        one for one in STATEMENTS.values() if mode in one.modes and (torch or one.kind != "torch")
-    ]
+    left_out = {"program"} if torch else {"program", "torch"}
+    known = [one for one in STATEMENTS.values() if mode in one.modes and one.kind not in left_out]
     weights = [4 if one.kind == "torch" else 1 for one in known]
     parts: list[Part] = []
     taken: set[str] = set()
@@ -309,15 +309,18 @@ def _drawn(draw: random.Random, one: Statement, number: int) -> Part:
 
 
 KINDS_OF_STATEMENTS = list(dict.fromkeys(one.kind for one in STATEMENTS.values()))
+KINDS_OF_STATEMENTS.remove("program")
+BY_THEMSELVES = [one.name for one in STATEMENTS.values() if one.kind == "program"]
 
 
 def complete(kind: str) -> Script:
-    """Return a script of all statements of a kind, with each of their changes in a round of its
-    own: the worker finds out about it although nothing else has changed."""
+    """Return a script of all statements of a kind, or of the one of this name, with each of their
+    changes in a round of its own: the worker finds out about it although nothing else has changed.
+    """
     draw = random.Random(f"all {kind}")
-    said = [one for one in STATEMENTS.values() if one.kind == kind]
+    said = [one for one in STATEMENTS.values() if kind in (one.kind, one.name)]
     modes = [mode for mode in MODES if all(mode in one.modes for one in said)]
-    mode = modes[KINDS_OF_STATEMENTS.index(kind) % len(modes)]
+    mode = modes[[*KINDS_OF_STATEMENTS, *BY_THEMSELVES].index(kind) % len(modes)]
     parts, turns = [], itertools.count(2)
     for number, one in enumerate(said, 1):
         changes = tuple((at, f"between {next(turns)}", False) for at in range(len(one.changes)))

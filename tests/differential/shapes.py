@@ -8,8 +8,8 @@
 A program has modules of all origins: files, packages, an archive, `spec_from_file_location` with
 and without a place in `sys.modules`, two modules of one name.  Each part of the program (`PARTS`)
 is in one of them, and uses objects of other parts, which it imports in one of several ways.  The
-program changes parts between calls.  It ends at the first difference, with exit status 1.
-`changes` has one shape of program, and changes more of it.
+program changes parts between calls, and gives objects of parts as arguments.  It ends at the first
+difference, with exit status 1.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def plain~(x=1, *, by=[$]):
     return x, by
 ? plain~, plain~(2)
 > plain~.__defaults__ = (5,)
-> def plain~(x=3): return "again", x
+> plain~.__kwdefaults__["by"] = $
+> plain~.note = [$]
+> def plain~(x=3, *, by=0): return "again", x
 % plain~
 
 class Box~:
@@ -170,13 +172,55 @@ def late~(x=0):
 > connect~()
 > state~ = $
 % connect~ late~
+
+import collections, functools, types
+Pair~ = collections.namedtuple("Pair~", "first second")
+pair~, space~ = Pair~(1, [$]), types.SimpleNamespace(a=$)
+part~, large~ = functools.partial(max, 3), list(range(30_000))
+? pair~, space~, part~(2), part~.args, large~[7], large~[-1], len(large~)
+> space~.a = pair~ = Pair~($, 2)
+> space~.more = [$]
+> part~ = functools.partial(max, len(large~))
+> large~[7] = space~
+> large~.append($)
+> large~ = list(range(300))
+% pair~ space~
+
+held~, gone~ = [$], [1]
+def known~():
+    try:
+        return gone~, held~
+    except NameError:
+        return "missing"
+? known~(), known~
+> globals().pop("gone~", None)
+> gone~ = held~
+> gone~ = {"held": held~, "other": $}
+> held~.append([$])
+> del held~[1:]
+% known~ held~
+
+class Kind~:
+    rate, items = 1, [$]
+    def who(self):
+        return type(self).__name__, self.rate, type(self) is Kind~
+one~ = Kind~()
+? Kind~, one~.who(), Kind~().who(), isinstance(one~, Kind~), one~.who
+> class Kind~: rate, items, who = 5, [], lambda self: "again"
+> one~ = Kind~()
+> Kind~.items.append(one~)
+> one~.rate = $
+% Kind~ one~
 """
+
+COUNT = 9
+"""Parts of a program."""
 
 DESCRIBING = r'''
 """Describes objects, with which of them are the same.  It counts as an installed package."""
 import enum, functools, json, os, random, sys, types, weakref
 
-def describe(*asks):
+def describe(*asks, arguments=False):
     numbers, alive = {}, []
     def one(value):
         kind = type(value)
@@ -184,6 +228,8 @@ def describe(*asks):
             return repr(value)
         if isinstance(value, enum.Enum):
             return [str(value), [member is value for member in kind]]
+        if arguments and kind is object:  # beside its function, it may be a copy of the default
+            return "object"
         if kind is types.ModuleType or id(value) in numbers or value == ():
             return getattr(value, "__name__", None) or numbers.get(id(value), "()")
         if kind is not tuple:  # one of constants may be another one
@@ -225,8 +271,20 @@ def of_a_fork(task):
     os.waitpid(child, 0)
     return open("said").read()
 
-def compare(pool, seed, tasks, changes):
-    for step in range(6):
+def of_arguments(*objects):
+    return describe(lambda: objects, arguments=True)
+
+def same(*objects):
+    return objects
+
+def told(want, got):
+    if got != want:
+        pairs = zip(json.loads(want), json.loads(got))
+        print(*(f"a fork {a}\na task {b}" for a, b in pairs if a != b), sep="\n")
+        sys.exit(1)
+
+def compare(pool, seed, tasks, changes, objects):
+    for step in range(8):
         draw = random.Random(f"{seed}/{step}")
         for name in draw.sample([*changes], min(len(changes), 3)) if step else ():
             print(f"{step}: {name}")
@@ -236,12 +294,15 @@ def compare(pool, seed, tasks, changes):
                 continue
             print(f"{step}: {name}")
             want = of_a_fork(task)
-            found = [pool.apply(task), *pool.starmap(task, [()] * 2, 1)]
-            for got in found:
-                if got != want:
-                    pairs = zip(json.loads(want), json.loads(got))
-                    print(*(f"a fork {a}\na task {b}" for a, b in pairs if a != b), sep="\n")
-                    sys.exit(1)
+            late = pool.apply_async(task)
+            for got in pool.apply(task), *pool.starmap(task, [()] * 2, 1), late.get():
+                told(want, got)
+        for name in draw.sample([*objects], min(len(objects), 3)):
+            print(f"{step}: {name}")
+            some = objects[name]()
+            want = of_arguments(*some)
+            told(want, pool.apply(of_arguments, some))
+            told(want, of_arguments(*pool.apply(same, some)))
 '''
 
 LOAD = """
@@ -276,8 +337,9 @@ class Program:
         self.lines: dict[str, list[str]] = {module: [] for module in MODULES}
         self.tasks: list[tuple[str, str]] = []
         self.changes: list[tuple[str, str]] = []
+        self.objects: list[tuple[str, str]] = []
         kinds = PARTS.strip().split("\n\n")
-        modules = sorted(random.Random(seed).choices(range(len(MODULES)), k=8))
+        modules = sorted(random.Random(seed).choices(range(len(MODULES)), k=COUNT))
         given: list[tuple[str, str, bool]] = []  # module, name, and whether its part is there
         for number, at in enumerate(modules, 1):
             self.draw = random.Random(f"{seed}/{number}")
@@ -347,6 +409,10 @@ class Program:
             lines += [f"def change{number}_{i}():", f"    global {', '.join(sorted(names))}"]
             lines += [f"    {change}"]
             self.changes.append((module, f"change{number}_{i}"))
+        if module not in OF_FILES:  # a worker cannot import the module of a closure
+            given = re.findall("^% (.*)", text, re.M)[0]
+            lines += [f"def give{number}():", f"    return {given.replace(' ', ', ')},"]
+            self.objects.append((module, f"give{number}"))
         probes = re.findall("^[?] (.*)", text, re.M)[0]
         self._task(module, f"see{number}", [probes])
 
@@ -374,10 +440,11 @@ class Program:
         first += [f"import {one}" for one in plain]
         context = self.draw.choice(["spawn", "spawn", "fork"])
         options = f"context={context!r}" + self.draw.choice(["", ", maxtasksperchild=4"])
-        tables = ["".join(map(_item, some)) for some in (self.tasks, self.changes)]
+        tables = ["".join(map(_item, some)) for some in (self.tasks, self.changes, self.objects)]
         last = ['if __name__ == "__main__":', "    from describing import compare"]
         last += [f"    with xpool.Pool(2, {options}) as pool:"]
-        last += [f"        compare(pool, {self.seed!r}, {{{tables[0]}}}, {{{tables[1]}}})", ""]
+        given = ", ".join(f"{{{table}}}" for table in tables)
+        last += [f"        compare(pool, {self.seed!r}, {given})", ""]
         texts["program.py"] = "\n".join([*first, texts["program.py"], *last])
         return texts
 
@@ -411,10 +478,10 @@ def main(seed: str, *only: str) -> int:
             print(f"# ---- {name}", text, sep="\n")
         return 0
     if seed == "--shorten":
-        left = list(range(1, 9))
+        left = list(range(1, 1 + COUNT))
         if not run(only[0], set(left)).returncode:
             sys.exit("this program has no fault")
-        for number in range(1, 9):
+        for number in range(1, 1 + COUNT):
             less = [one for one in left if one != number]
             left = less if less and run(only[0], set(less)).returncode else left
         return main(only[0], *map(str, left))

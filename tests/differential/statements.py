@@ -18,7 +18,12 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from differential import statements_of_code, statements_of_data, statements_of_things
+from differential import (
+    statements_of_code,
+    statements_of_data,
+    statements_of_programs,
+    statements_of_things,
+)
 
 __all__ = ["LINKS", "MODES", "STATEMENTS", "Statement"]
 
@@ -89,7 +94,12 @@ def _read(name: str, lines: list[str]) -> Statement:
     return Statement(name, "\n".join(top), tuple(probes), tuple(changes), **where)
 
 
-_TABLE = statements_of_data.TEXT + statements_of_code.TEXT + statements_of_things.TEXT
+_TABLE = "".join(
+    part.TEXT
+    for part in (
+        statements_of_data, statements_of_code, statements_of_things, statements_of_programs
+    )
+)  # fmt: skip
 _FOUND = re.findall(r"^= (.*)\n((?:(?!= ).*\n)*)", _TABLE, re.MULTILINE)
 _ALL = [_read(name, rest.rstrip("\n").split("\n")) for name, rest in _FOUND]
 

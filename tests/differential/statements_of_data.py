@@ -624,7 +624,9 @@ class Mine~:
 own_again~.use("early")
 ? rate~(), own_again~.rate(), own_again~.decorated(), own_again~.Kind().name()
 ? own_again~.Job().go(1), own_again~.Job().go(Mine~())
+? own_again~.kept[-1] is own_again~.rate, own_again~.kept[-1]()
 > own_again~.use("late")
+> own_again~.kept.append(own_again~.rate)
 > own_again~.Job.__dict__["go"].register(Mine~, lambda self, x: "mine")
 %after pool.apply(lambda: (own_again~.rate, own_again~.Kind)) == (own_again~.rate, own_again~.Kind)
 %file own_again~.py
@@ -639,6 +641,7 @@ def decorated():
     return rate()
 def rate():
     return "slow"
+kept = [rate]
 class Kind:
     def name(self):
         return "default"

@@ -1,6 +1,7 @@
 """Random scripts: what a worker sees of them is what a worker that is forked at the call sees.
 
-By default, a script of each kind of statement runs, with all statements of that kind. To run more::
+By default, a script of each kind of statement runs, with all statements of that kind, and each
+statement of a whole program by itself. To run more::
 
     XPOOL_TEST_SCRIPTS=1000 pytest --all tests/differential/test_generated_scripts.py
     XPOOL_TEST_SEED=4711 XPOOL_TEST_SCRIPTS=50 pytest --all ...     # from this seed on
@@ -15,6 +16,7 @@ import pytest
 from support.tiers import also
 
 from differential.scripts_generator import (
+    BY_THEMSELVES,
     KINDS_OF_STATEMENTS,
     Part,
     Script,
@@ -38,7 +40,7 @@ def names(kinds):
     return [one for kind in kinds for one in (also(kind) if kind == "torch" else [kind])]
 
 
-@pytest.mark.parametrize("kind", names(KINDS_OF_STATEMENTS))
+@pytest.mark.parametrize("kind", [*names(KINDS_OF_STATEMENTS), *BY_THEMSELVES])
 def test_all_statements_of_a_kind(kind, tmp_path):
     """Each answer is that of a fork, or an error names what cannot be sent; nothing loads again."""
     check(f"each {kind}", complete(kind), tmp_path)
@@ -67,7 +69,7 @@ def test_seeds_reach_everything():
     assert len([one for one in STATEMENTS.values() if one.differs]) <= 5
     assert {one.mode for one in found} == set(MODES)
     parts = [part for one in found for part in one.parts]
-    assert {part.statement.name for part in parts} == {*STATEMENTS, *LINKS}
+    assert {part.statement.name for part in parts} == {*STATEMENTS, *LINKS} - {*BY_THEMSELVES}
     places = {change[1:] for part in parts for change in part.changes}
     assert places == {(a, b) for a in ("top", "guard", "between") for b in (False, True)}
     assert any(one.needs_torch for one in found)

@@ -28,3 +28,13 @@ pytestmark = pytest.mark.xpool_only
 def test_shapes(seed):
     """Each task sees the objects of all modules as a process that is forked at the call."""
     scripts.run_ok([SHAPES, str(seed)])
+
+
+def test_a_difference_is_found():
+    """A program whose tasks differ ends with the command that runs it again."""
+    text = (scripts.TESTS / "differential" / "shapes.py").read_text()
+    assert text.count("said = []") == 1
+    text = text.replace("said = []", "said = [os.getpid()]")
+    done = scripts.run(["-c", text, "3"])
+    assert done.returncode == 1
+    assert "again: python" in done.stdout

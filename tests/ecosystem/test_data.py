@@ -449,7 +449,7 @@ def in_program(value):
     "options", [{}, {"in_order": False}, {"persistent_workers": True}], ids=str
 )
 @pytest.mark.parametrize("place", ["request", "batch", "sampler"])
-def test_a_signal_handler_raises(place, options):
+def test_a_signal_handler_raises(place, options, on_signal):
     """The next batch is that of the interrupted call. After an interruption of the sampler, the
     loop does not look complete."""
 
@@ -465,27 +465,24 @@ def test_a_signal_handler_raises(place, options):
     def collate(items):
         return Items(items) if place == "batch" else items
 
-    before = signal.signal(signal.SIGUSR1, ring)
-    try:
-        loader = DataLoader(
-            Each(abs, 30), 2, sampler=indices(), collate_fn=collate, num_workers=2, **options
-        )
-        got, batches = [], iter(loader)
-        for _ in range(4):
+    on_signal(ring)
+    loader = DataLoader(
+        Each(abs, 30), 2, sampler=indices(), collate_fn=collate, num_workers=2, **options
+    )
+    got, batches = [], iter(loader)
+    for _ in range(4):
+        got.append(next(batches))
+    STRIKES.append(1)
+    with pytest.raises(Late):
+        while True:
             got.append(next(batches))
-        STRIKES.append(1)
-        with pytest.raises(Late):
-            while True:
-                got.append(next(batches))
-        if place == "sampler":
-            with pytest.raises(RuntimeError, match="has ended the sampler's iteration"):
-                got += batches
-            assert len(got) == 10
-        else:
+    if place == "sampler":
+        with pytest.raises(RuntimeError, match="has ended the sampler's iteration"):
             got += batches
-            assert sorted(got) == [[i, i + 1] for i in range(0, 30, 2)]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+        assert len(got) == 10
+    else:
+        got += batches
+        assert sorted(got) == [[i, i + 1] for i in range(0, 30, 2)]
 
 
 def test_two_iterators_at_once():
@@ -591,7 +588,7 @@ MADE = """
 )
 def test_the_server_starts_with_the_loader(tmp_path):
     """The server imports torch before the first epoch. If workers are forks, no server starts."""
-    assert scripts.run_ok([scripts.write(tmp_path / "made.py", MADE)]) == ""
+    assert scripts.program(tmp_path, MADE) == ""
 
 
 class Shared(torch.utils.data.Dataset):

@@ -361,8 +361,7 @@ SHOWS = """
 
 def test_a_function_of_the_program_that_shows_warnings(tmp_path):
     """It is called in the worker; without it, the program shows warnings, once for each place."""
-    script = scripts.write(tmp_path / "shows.py", SHOWS)
-    assert scripts.run_ok([script]) == "own first\n['first'] ['second']\n"
+    assert scripts.program(tmp_path, SHOWS) == "own first\n['first'] ['second']\n"
 
 
 class Detailed(UserWarning):

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,19 +35,17 @@ class Late(Exception):
 
 
 @pytest.fixture
-def handler() -> Iterator[Callable[[type[BaseException]], Any]]:
+def handler(on_signal: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that installs a handler of `SIGNAL`. The handler raises."""
-    before = signal.getsignal(SIGNAL)
 
     def install(error: type[BaseException] = Late) -> Any:
         def ring(signum: int, frame: Any) -> None:
             raise error("the time is over")
 
-        signal.signal(SIGNAL, ring)
+        on_signal(ring)
         return ring
 
-    yield install
-    signal.signal(SIGNAL, before)
+    return install
 
 
 def strike() -> None:
@@ -148,7 +146,7 @@ if __name__ == "__main__":
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.run does so from Python 3.11 on")
 def test_ctrl_c_cancels_the_main_task(tmp_path):
     """Ctrl-C in `asyncio.run` cancels its main task, as it does without a pool."""
-    out = scripts.run_ok([scripts.write(tmp_path / "program.py", ASYNCIO)])
+    out = scripts.program(tmp_path, ASYNCIO)
     assert out.split() == ["cancelled", "interrupted", "2"]
 
 

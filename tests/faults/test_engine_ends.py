@@ -131,7 +131,7 @@ def test_a_default_time_limit_of_sockets(tmp_path, limit):
     """`socket.setdefaulttimeout` changes nothing: each socket of xpool has its own time limit."""
     pytest.importorskip("numpy", reason="the script sends arrays")
     text = LIMITED.format(limit=limit)
-    assert scripts.run_ok([scripts.write(tmp_path / "limited.py", text)]) == "done\n"
+    assert scripts.program(tmp_path, text) == "done\n"
 
 
 @pytest.mark.parametrize("call", ["apply", "apply_async", "map"])

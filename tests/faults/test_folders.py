@@ -52,7 +52,7 @@ def test_a_folder_that_was_removed(tmp_path, method):
             print(pool.apply(where))
     """
     )
-    out = scripts.run_ok([scripts.write(tmp_path / "program.py", text), repr(method)])
+    out = scripts.program(tmp_path, text, repr(method))
     assert out.split("\n")[:-1] == ["True", "removed", "[0, 1, 4, 9]", "removed", "/"]
 
 
@@ -94,7 +94,7 @@ def test_arguments_and_path_of_any_kind(tmp_path):
             print(pool.apply(eval, ("__import__('sys').argv",)))
     """
     )
-    out = scripts.run_ok([scripts.write(tmp_path / "program.py", text), "None"])
+    out = scripts.program(tmp_path, text, "None")
     *odd, last = out.splitlines()
     assert odd == [f"{name}: [0, 1, 4, 9, 9, 25]" for name in ODD]
     assert last == "['prog', '/tmp', '<lock>', 'last']"

@@ -149,8 +149,7 @@ PROGRAMS = {
 def test_a_program_that_forks_every_millisecond(tmp_path, name):
     """In each stage of a pool's life, another thread forks children that live on; nothing waits for
     them."""
-    text = scripts.write(tmp_path / "program.py", PROGRAMS[name])
-    assert scripts.run_ok([text, str(tmp_path / "store")]) == "done\n"
+    assert scripts.program(tmp_path, PROGRAMS[name], str(tmp_path / "store")) == "done\n"
 
 
 SLOW_STARTS = """
@@ -208,7 +207,7 @@ SLOW_STARTS = """
 def test_a_slow_start_of_a_server_or_tracker(tmp_path):
     """While another server or the resource tracker is started, the pool answers calls: another
     thread starts them, without the engine's lock."""
-    scripts.run_ok([scripts.write(tmp_path / "slow.py", SLOW_STARTS)])
+    scripts.program(tmp_path, SLOW_STARTS)
 
 
 def test_a_thread_that_starts_processes_fails(make_pool, monkeypatch):
@@ -271,7 +270,7 @@ INHERITABLE = """
 
 def test_the_server_has_no_descriptor_of_the_program(tmp_path):
     """A server closes descriptors that the program has left inheritable."""
-    scripts.run_ok([scripts.write(tmp_path / "inheritable.py", INHERITABLE)])
+    scripts.program(tmp_path, INHERITABLE)
 
 
 FORKED = """
@@ -336,7 +335,7 @@ def test_a_child_and_its_end(tmp_path, fork, context):
     the child leaves the parent's workers alone, and calls no `on_worker_end`. Python hears nothing
     of a fork by C code."""
     text = FORKED.format(fork=fork, context=context)
-    scripts.run_ok([scripts.write(tmp_path / "forked.py", text), str(tmp_path)])
+    scripts.program(tmp_path, text, str(tmp_path))
 
 
 AT_ONCE = """
@@ -401,4 +400,4 @@ LATE = """
 
 def test_a_module_that_is_imported_during_a_fork(tmp_path):
     """Its function for the parent, which may release a lock, is called only after the other."""
-    scripts.run_ok([scripts.write(tmp_path / "late.py", LATE)])
+    scripts.program(tmp_path, LATE)

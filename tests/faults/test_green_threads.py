@@ -66,4 +66,4 @@ def test_the_library_itself(tmp_path, library):
     """The installed library reports what it has patched."""
     pytest.importorskip(library)
     text = PATCHED.format(patch=PATCHES[library], library=library)
-    scripts.run_ok([scripts.write(tmp_path / "program.py", text)])
+    scripts.program(tmp_path, text)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support import scripts, work
+from support.waiting import drained
 
 from xpool import AsyncResult, Pool, TimeoutError
 
@@ -55,15 +56,9 @@ def test_a_result_that_cannot_be_unpickled_fails_alone(opens_badly, verb, buffer
     with Pool(2) as pool:
         pool.map(work.same, range(4_000), chunksize=1)  # later results are received together
         tasks = [(i, os.getpid()) for i in range(500)]
-        results = getattr(pool, verb)(wrapped, tasks, buffersize=buffersize)
-        good, bad = [], []
-        while True:
-            try:
-                good.append(next(results))
-            except StopIteration:
-                break
-            except ValueError as error:
-                bad.append(error.args[0])
+        good, errors = drained(getattr(pool, verb)(wrapped, tasks, buffersize=buffersize))
+        bad = [error.args[0] for error in errors]
+        assert {type(error) for error in errors} == {ValueError}
         assert sorted(bad) == [50, 51, 250, 499]
         assert sorted(good + bad) == list(range(500))
 
@@ -75,11 +70,11 @@ def tell_and_wait(pid_and_fifo):
         return gate.read()
 
 
-def test_a_signal_handler_uses_the_pool(tmp_path):
+def test_a_signal_handler_uses_the_pool(tmp_path, on_signal, make_pool):
     """A signal handler that runs while its thread waits in `apply` may use the same pool."""
     fifo = str(tmp_path / "gate")
     os.mkfifo(fifo)
-    pool = Pool(2)
+    pool = make_pool(Pool, 2)
     got = []
 
     def handler(signum, frame):
@@ -88,14 +83,9 @@ def test_a_signal_handler_uses_the_pool(tmp_path):
         with open(fifo, "wb") as gate:
             gate.write(b"done")
 
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        assert pool.apply(tell_and_wait, ((os.getpid(), fifo),)) == b"done"
-        assert got == [7, 1225]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-        pool.terminate()
-        pool.join()
+    on_signal(handler)
+    assert pool.apply(tell_and_wait, ((os.getpid(), fifo),)) == b"done"
+    assert got == [7, 1225]
 
 
 class Late(Exception):
@@ -108,21 +98,18 @@ def tell_and_hang(pid):
         signal.pause()
 
 
-def test_an_interrupted_call_leaves_its_worker_to_others():
+def test_an_interrupted_call_leaves_its_worker_to_others(on_signal):
     """If a handler raises in the wait of an `apply`, the next task may be another thread's."""
 
     def handler(signum, frame):
         raise Late
 
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with Pool(1) as pool, ThreadPoolExecutor(1) as thread:
-            assert pool.apply(work.same, (1,)) == 1
-            with pytest.raises(Late):
-                pool.apply(tell_and_hang, (os.getpid(),))
-            assert thread.submit(pool.apply, work.same, (2,)).result() == 2
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    on_signal(handler)
+    with Pool(1) as pool, ThreadPoolExecutor(1) as thread:
+        assert pool.apply(work.same, (1,)) == 1
+        with pytest.raises(Late):
+            pool.apply(tell_and_hang, (os.getpid(),))
+        assert thread.submit(pool.apply, work.same, (2,)).result() == 2
 
 
 def tell(pid):
@@ -131,29 +118,26 @@ def tell(pid):
 
 
 @pytest.mark.parametrize("call", ["apply_async", "submit"])
-def test_a_handler_waits_for_a_call_behind_the_awaited_one(call):
+def test_a_handler_waits_for_a_call_behind_the_awaited_one(call, on_signal):
     """It may, although the worker begins that call only after the answer to the awaited one."""
     got = []
 
     def handler(signum, frame):
         got.append(get(behind))
 
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        with Pool(1) as pool, pool.executor() as executor:
-            submit: Callable[..., Any] = executor.submit
-            get: Callable[[Any], Any] = Future.result
-            if call == "apply_async":
-                submit, get = lambda func, arg: pool.apply_async(func, (arg,)), AsyncResult.get
-            behind = submit(work.same, -1)  # the handler may run before the next one is submitted
-            for n in range(50):
-                awaited = submit(tell, os.getpid())
-                behind = submit(work.same, n)
-                assert get(awaited) == os.getpid()
-                assert get(behind) == n
-            assert len(got) == 50
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    on_signal(handler)
+    with Pool(1) as pool, pool.executor() as executor:
+        submit: Callable[..., Any] = executor.submit
+        get: Callable[[Any], Any] = Future.result
+        if call == "apply_async":
+            submit, get = lambda func, arg: pool.apply_async(func, (arg,)), AsyncResult.get
+        behind = submit(work.same, -1)  # the handler may run before the next one is submitted
+        for n in range(50):
+            awaited = submit(tell, os.getpid())
+            behind = submit(work.same, n)
+            assert get(awaited) == os.getpid()
+            assert get(behind) == n
+        assert len(got) == 50
 
 
 def test_a_get_takes_over_its_answer_in_any_thread():
@@ -185,4 +169,4 @@ BLOCKED = """
 
 def test_a_program_that_blocks_sigchld(tmp_path):
     """If the program blocks SIGCHLD, the pool still detects deaths."""
-    assert scripts.run_ok([scripts.write(tmp_path / "blocked.py", BLOCKED)]) == "3 1\n"
+    assert scripts.program(tmp_path, BLOCKED) == "3 1\n"

@@ -13,8 +13,7 @@ pytestmark = pytest.mark.xpool_only
 
 def script(tmp_path, text, *arguments):
     """Run a script that must succeed and print no errors. Return its output lines."""
-    path = scripts.write(tmp_path / "script.py", text)
-    return scripts.run_ok([path, *arguments]).splitlines()
+    return scripts.program(tmp_path, text, *arguments).splitlines()
 
 
 def test_many_results_under_few_descriptors(tmp_path):

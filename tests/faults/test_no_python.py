@@ -43,7 +43,7 @@ HEAD = """
 def run(tmp_path: Path, *lines: str) -> None:
     body = "".join(f"        {line}\n" for line in lines)
     text = f"{HEAD}\n    if __name__ == '__main__':\n{body}"
-    scripts.run_ok([scripts.write(tmp_path / "program.py", text)])
+    scripts.program(tmp_path, text)
 
 
 def test_a_frozen_program_is_not_started_again(tmp_path):

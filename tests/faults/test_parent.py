@@ -145,7 +145,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("method", ["fork", *also("spawn")])
 def test_ctrl_c_while_workers_start(tmp_path, method):
     """Workers that still start ignore Ctrl-C."""
-    out = scripts.run_ok([scripts.write(tmp_path / "program.py", STARTING), method])
+    out = scripts.program(tmp_path, STARTING, method)
     assert out == "interrupted interrupted [0, 1, 2, 3]\n"
 
 
@@ -247,7 +247,7 @@ AT_EXIT = """
 
 def test_ctrl_c_at_the_end_of_the_program(tmp_path):
     """Ctrl-C while a program's end stops its pools prints nothing, and the workers end."""
-    out = scripts.run_ok([scripts.write(tmp_path / "parent.py", AT_EXIT)])
+    out = scripts.program(tmp_path, AT_EXIT)
     assert wait_gone([int(pid) for pid in out.split()]) == []
 
 
@@ -268,8 +268,7 @@ OPEN_AT_EXIT = """
 def test_an_open_pool_where_sigterm_ends_nothing(tmp_path, context, how):
     """At the exit, `multiprocessing` sends SIGTERM to the workers that it has started, and waits
     for them. The pool has ended before."""
-    path = scripts.write(tmp_path / "open_at_exit.py", OPEN_AT_EXIT)
-    assert scripts.run_ok([path, context, how]) == "[1]\n"
+    assert scripts.program(tmp_path, OPEN_AT_EXIT, context, how) == "[1]\n"
 
 
 DAEMONS = """
@@ -304,4 +303,4 @@ DAEMONS = """
 @pytest.mark.parametrize("name", ["Pool", *also("P2PPool", "ThreadPool")])
 def test_daemon_threads_that_wait_for_a_pool_at_the_end(tmp_path, name):
     """When the program ends, daemon threads that wait for results end without a traceback."""
-    assert scripts.run_ok([scripts.write(tmp_path / "daemons.py", DAEMONS), name]) == ""
+    assert scripts.program(tmp_path, DAEMONS, name) == ""

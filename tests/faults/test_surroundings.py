@@ -337,20 +337,17 @@ def test_a_process_that_was_forked_while_a_worker_started(make_pool, monkeypatch
             os.waitpid(bystander, 0)
 
 
-def test_a_signal_handler_uses_the_pool_while_another_thread_does(make_pool):
+def test_a_signal_handler_uses_the_pool_while_another_thread_does(make_pool, on_signal):
     """A handler that calls `apply` gets its result, wherever it interrupts the main thread."""
     pool = make_pool(Pool, 2)
     got = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: got.append(pool.apply(work.square, (3,))))
-    try:
-        for i in range(30):
-            results = [pool.apply_async(work.square, (j,)) for j in range(20)]
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert pool.map(work.square, range(20)) == [j * j for j in range(20)]
-            assert [r.get(WAIT) for r in results] == [j * j for j in range(20)]
-            eventually(lambda i=i: len(got) == i + 1, "the handler has its answer")
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    on_signal(lambda *_: got.append(pool.apply(work.square, (3,))))
+    for i in range(30):
+        results = [pool.apply_async(work.square, (j,)) for j in range(20)]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert pool.map(work.square, range(20)) == [j * j for j in range(20)]
+        assert [r.get(WAIT) for r in results] == [j * j for j in range(20)]
+        eventually(lambda i=i: len(got) == i + 1, "the handler has its answer")
     assert got == [9] * 30
 
 
@@ -395,8 +392,7 @@ NAMES = """
 )
 def test_names_of_any_bytes(tmp_path, what):
     """The kernel's files on processes and mappings may have names that are no UTF-8."""
-    path = scripts.write(tmp_path / "names.py", NAMES)
-    assert scripts.run_ok([path, str(tmp_path), what]).startswith("worker 0")
+    assert scripts.program(tmp_path, NAMES, str(tmp_path), what).startswith("worker 0")
 
 
 ENCODINGS = """

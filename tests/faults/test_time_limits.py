@@ -122,8 +122,7 @@ except TaskStopped:
 
 def test_a_stack_from_before_the_request_to_stop(tmp_path):
     """A task is not stopped before its stack is in the page, though that was cleared."""
-    script = scripts.write(tmp_path / "script.py", A_STACK_BEFORE_THE_REQUEST)
-    assert scripts.run_ok([script]) == "stopped\n"
+    assert scripts.program(tmp_path, A_STACK_BEFORE_THE_REQUEST) == "stopped\n"
 
 
 class Endless:

@@ -177,7 +177,7 @@ def test_the_pool_ends_in_the_middle(make, how):
 @pytest.mark.parametrize("kind", ["Pool", "ThreadPool"])
 def test_the_program_ends_in_the_middle(kind, tmp_path):
     """A program may end with an unfinished iterator."""
-    out = scripts.run_ok([scripts.write(tmp_path / "ends.py", ENDS.format(kind=kind))])
+    out = scripts.program(tmp_path, ENDS.format(kind=kind))
     assert out == "[0, 1, 2]\n"
 
 

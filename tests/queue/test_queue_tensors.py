@@ -192,8 +192,8 @@ def test_memory_of_a_dead_writers_worker(make_queue: Any, start: Any):
 @pytest.mark.exhaustive
 def test_descriptors_in_flight(tmp_path: Any):
     """`put` waits while the system allows the user no more descriptors in flight."""
-    path = scripts.write(
-        tmp_path / "user.py",
+    out = scripts.program(
+        tmp_path,
         """
         import errno, os, resource, threading, torch
         from xpool.queue import SimpleQueue
@@ -228,7 +228,7 @@ def test_descriptors_in_flight(tmp_path: Any):
         print(got == list(range(300)))
         """,
     )
-    assert scripts.run_ok([path]).strip() == "True"
+    assert out.strip() == "True"
 
 
 def test_out_of_descriptors(make_queue: Any, start: Any):
@@ -270,8 +270,8 @@ def _readable(q: SimpleQueue) -> bool:
 @pytest.mark.exhaustive
 def test_limit_on_addresses(tmp_path: Any):
     """Under ``ulimit -v`` copies work; sharing is refused, and the error names the remedy."""
-    path = scripts.write(
-        tmp_path / "narrow.py",
+    first, second, third = scripts.program(
+        tmp_path,
         """
         import resource, torch
         resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
@@ -287,8 +287,7 @@ def test_limit_on_addresses(tmp_path: Any):
         except ValueError as error:
             print(error)
         """,
-    )
-    first, second, third = scripts.run_ok([path]).splitlines()
+    ).splitlines()
     assert (first, second) == (str(1 << 20), "no tensor")
     assert "use copy_tensor=True" in third
 

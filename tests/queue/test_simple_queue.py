@@ -175,8 +175,8 @@ def _rest(q: SimpleQueue) -> bool:
 
 def test_get_is_interrupted(tmp_path: Any):
     """Ctrl-C ends a waiting `get` and a waiting `put`."""
-    path = scripts.write(
-        tmp_path / "waits.py",
+    out = scripts.program(
+        tmp_path,
         """
         import os, signal, threading, time
         from xpool.queue import SimpleQueue
@@ -205,27 +205,24 @@ def test_get_is_interrupted(tmp_path: Any):
         interrupted(fill)
         """,
     )
-    assert scripts.run_ok([path]).split() == ["interrupted"] * 2
+    assert out.split() == ["interrupted"] * 2
 
 
-def test_a_handler_that_uses_the_queue(make_queue: Any):
+def test_a_handler_that_uses_the_queue(make_queue: Any, on_signal: Any):
     """A signal handler may put into a queue while its thread is putting."""
     q = make_queue()
-    before = signal.signal(signal.SIGUSR1, lambda *_: q.put("signal"))
-    try:
-        sent = 0
-        for i in range(3000):
-            if i % 10 == 0:
-                os.kill(os.getpid(), signal.SIGUSR1)
-                sent += 1
-            q.put(bytearray(70_000) if i % 100 == 0 else i)
-            while not q.empty():
-                sent -= q.get() == "signal"
+    on_signal(lambda *_: q.put("signal"))
+    sent = 0
+    for i in range(3000):
+        if i % 10 == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            sent += 1
+        q.put(bytearray(70_000) if i % 100 == 0 else i)
         while not q.empty():
             sent -= q.get() == "signal"
-        assert sent == 0
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    while not q.empty():
+        sent -= q.get() == "signal"
+    assert sent == 0
 
 
 # -- what goes wrong ---------------------------------------------------------------------------
@@ -268,7 +265,7 @@ class Striking:
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_an_interrupted_get_loses_nothing(
-    make_queue: Any, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    make_queue: Any, error: type[BaseException], monkeypatch: pytest.MonkeyPatch, on_signal: Any
 ):
     """If a signal handler raises in `get`, the next `get` returns the object; a forked child has no
     copy of it."""
@@ -280,19 +277,16 @@ def test_an_interrupted_get_loses_nothing(
     used.put(Striking())
     used.put(2)
     monkeypatch.setattr(Striking, "strikes", 2)
-    before = signal.signal(signal.SIGUSR1, ring)
-    try:
-        for _ in range(2):
-            with pytest.raises(error):
-                used.get(timeout=LIMIT)
-        assert not used.empty()
-        child = os.fork()
-        if not child:
-            os._exit(0 if used.get(timeout=LIMIT) == 2 else 1)
-        assert os.waitpid(child, 0)[1] == 0
-        assert type(used.get(timeout=LIMIT)) is Striking
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    on_signal(ring)
+    for _ in range(2):
+        with pytest.raises(error):
+            used.get(timeout=LIMIT)
+    assert not used.empty()
+    child = os.fork()
+    if not child:
+        os._exit(0 if used.get(timeout=LIMIT) == 2 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert type(used.get(timeout=LIMIT)) is Striking
 
 
 def test_only_by_inheritance(make_queue: Any):
@@ -430,8 +424,8 @@ def test_forks_while_threads_use_it(make_queue: Any):
 
 def test_interpreter_shutdown(tmp_path: Any):
     """A program that exits with queues, messages and received items writes no error."""
-    path = scripts.write(
-        tmp_path / "ends.py",
+    scripts.program(
+        tmp_path,
         """
         import threading
         from xpool.queue import SimpleQueue
@@ -446,7 +440,6 @@ def test_interpreter_shutdown(tmp_path: Any):
         threading.Thread(target=SimpleQueue().get, daemon=True).start()
         """,
     )
-    scripts.run_ok([path])
 
 
 def test_import_is_light():

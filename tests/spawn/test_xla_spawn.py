@@ -101,4 +101,4 @@ def test_replicas(tmp_path: Path):
         tmp_path / f"torch_xla-{version}.dist-info/METADATA",
         f"Metadata-Version: 2.1\nName: torch_xla\nVersion: {version}\n",
     )
-    assert scripts.run_ok([scripts.write(tmp_path / "program.py", PROGRAM)]) == ""
+    assert scripts.program(tmp_path, PROGRAM) == ""

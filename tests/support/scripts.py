@@ -92,3 +92,10 @@ def run_ok(
         f"exit code {done.returncode}\n--- out\n{done.stdout}\n--- err\n{done.stderr}"
     )
     return done.stdout
+
+
+def program(folder: Path, text: str, *arguments: str, **modules: str) -> str:
+    """Run a program of this text, beside modules of these names and texts, as `run_ok` does."""
+    for name, of_module in modules.items():
+        write(folder / f"{name}.py", of_module)
+    return run_ok([write(folder / "program.py", text), *arguments])

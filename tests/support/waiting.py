@@ -1,9 +1,10 @@
-"""What `xpool.testing._test_tasks` has, and threads that start together."""
+"""What `xpool.testing._test_tasks` has, threads that start together, and all of a stream."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from xpool.testing._test_tasks import *  # noqa: F403
 
@@ -26,3 +27,15 @@ def together(call: Callable[[int], object], count: int) -> None:
         thread.join()
     if errors:
         raise errors[0]
+
+
+def drained(results: Iterator[Any]) -> tuple[list[Any], list[Exception]]:
+    """Return all values of an iterator that goes on after errors, and the errors."""
+    values, errors = [], []
+    while True:
+        try:
+            values.append(next(results))
+        except StopIteration:
+            return values, errors
+        except Exception as error:
+            errors.append(error)

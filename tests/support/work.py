@@ -277,21 +277,6 @@ def slow_square(seconds: float, x: int) -> int:
     return x * x
 
 
-class Point:
-    """A class with equality, to check that instances keep their class."""
-
-    def __init__(self, x: int, y: int) -> None:
-        self.x, self.y = x, y
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and vars(other) == vars(self)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def shifted(self, by: int) -> Point:
-        return Point(self.x + by, self.y + by)
-
-
 class Counted:
     """Counts its live instances in this process."""
 

@@ -136,7 +136,7 @@ INHERITED = """
 @pytest.mark.parametrize("method", ["fork", *also("None")])
 def test_callbacks_of_the_program(tmp_path, log, method):
     """Callbacks of the program run at the end of the program, not of a worker."""
-    scripts.run_ok([scripts.write(tmp_path / "inherited.py", INHERITED), str(log), method])
+    scripts.program(tmp_path, INHERITED, str(log), method)
     assert sorted(log.read_text().split()) == ["atexit", "finalize", "weakref"]
 
 
@@ -197,7 +197,7 @@ FORGETS = """
 
 def test_a_process_is_never_half_closed(tmp_path):
     """A thread that starts a process of its own meets no process of the pool without its parts."""
-    assert scripts.run_ok([scripts.write(tmp_path / "program.py", FORGETS)]) == ""
+    assert scripts.program(tmp_path, FORGETS) == ""
 
 
 class Entered:

@@ -54,8 +54,7 @@ FAILING = """
 
 def test_a_first_task_fails_without_imports(tmp_path):
     """The task fails with its own exception, without descriptors or an import path."""
-    path = scripts.write(tmp_path / "failing.py", FAILING)
-    assert scripts.run_ok([path]).splitlines() == [
+    assert scripts.program(tmp_path, FAILING).splitlines() == [
         "ValueError True",
         "ValueError True",
         "ResultNotPicklable True",
@@ -79,8 +78,7 @@ def test_a_fork_imports_nothing(tmp_path, line: str):
     """Before a fork, the program imports all that a worker needs. The worker imports nothing."""
     if line:
         pytest.importorskip("numpy")
-    path = scripts.write(tmp_path / "forked.py", FORKED.replace("IMPORT", line))
-    assert scripts.run_ok([path]) == "[] False\n"
+    assert scripts.program(tmp_path, FORKED.replace("IMPORT", line)) == "[] False\n"
 
 
 NOTED = """
@@ -107,7 +105,7 @@ NOTED = """
 
 def test_a_first_answer_needs_no_compiler(tmp_path):
     """Before the first answer, the program does not call `compile`, whose first call takes long."""
-    assert scripts.run_ok([scripts.write(tmp_path / "noted.py", NOTED)]) == "[1]\n[]\n"
+    assert scripts.program(tmp_path, NOTED) == "[1]\n[]\n"
 
 
 AUTOGRAD = """
@@ -136,8 +134,7 @@ AUTOGRAD = """
 def test_autograd_is_renewed_before_there_are_threads(tmp_path):
     """A forked worker renews torch's autograd engine before it starts threads."""
     pytest.importorskip("torch")
-    path = scripts.write(tmp_path / "autograd.py", AUTOGRAD)
-    assert scripts.run_ok([path]) == "[1.0, 1.0] []\n"
+    assert scripts.program(tmp_path, AUTOGRAD) == "[1.0, 1.0] []\n"
 
 
 ARRAY = """
@@ -188,8 +185,7 @@ def test_a_first_array_needs_no_imports(tmp_path, name: str, text: str):
     """The modules that pickle an array are imported together with its library, or when the pool is
     made."""
     pytest.importorskip(name)
-    path = scripts.write(tmp_path / "arrays.py", text.replace("NAME", name))
-    assert scripts.run_ok([path]) == ""
+    assert scripts.program(tmp_path, text.replace("NAME", name)) == ""
 
 
 IMPORTING = """
@@ -224,4 +220,4 @@ def test_a_fork_waits_for_an_import(tmp_path):
     """A fork waits for a thread that imports the pickling of arrays. Otherwise the child would
     hang."""
     pytest.importorskip("numpy")
-    assert scripts.run_ok([scripts.write(tmp_path / "importing.py", IMPORTING)]) == "3\n"
+    assert scripts.program(tmp_path, IMPORTING) == "3\n"

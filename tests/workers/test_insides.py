@@ -165,5 +165,5 @@ if __name__ == "__main__":
 
 def test_child_prepares(tmp_path):
     """`child_prepares` is true while a child imports the main module, but not in its function."""
-    output = scripts.run_ok([scripts.write(tmp_path / "prepares.py", PREPARES)])
+    output = scripts.program(tmp_path, PREPARES)
     assert output.split() == ["False", "True", "False"]

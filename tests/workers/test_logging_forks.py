@@ -29,4 +29,4 @@ FORKS = """
 
 def test_a_fork_in_a_worker_with_a_null_handler(tmp_path):
     """What stands for the program's handler has a lock, which logging renews in a fork."""
-    assert scripts.run_ok([scripts.write(tmp_path / "program.py", FORKS)]) == ""
+    assert scripts.program(tmp_path, FORKS) == ""

@@ -40,8 +40,7 @@ EARLY = """
 
 def test_preloaded_in_the_server(tmp_path):
     """All workers share the server's module. The program does not import it."""
-    scripts.write(tmp_path / "slow.py", SLOW)
-    assert scripts.run_ok([scripts.write(tmp_path / "early.py", EARLY)]) == ""
+    assert scripts.program(tmp_path, EARLY, slow=SLOW) == ""
 
 
 TESTED = """
@@ -62,7 +61,7 @@ TESTED = """
 
 def test_pytest_is_in_the_server(tmp_path):
     """The server imports pytest. Otherwise each worker would import it with the test's module."""
-    assert scripts.run_ok([scripts.write(tmp_path / "tested.py", TESTED)]) == ""
+    assert scripts.program(tmp_path, TESTED) == ""
 
 
 IMPORTED = """
@@ -88,8 +87,7 @@ IMPORTED = """
 @pytest.mark.torch
 def test_preloaded_torch_is_the_one(tmp_path):
     """The server started early serves a program that has since imported torch."""
-    path = scripts.write(tmp_path / "imported.py", IMPORTED)
-    assert scripts.run_ok([path]) == ""
+    assert scripts.program(tmp_path, IMPORTED) == ""
 
 
 READY = """
@@ -132,8 +130,7 @@ def test_the_program_ends_while_the_server_imports(tmp_path):
         post(os.path.dirname(__file__) + "/mailbox", str(os.getpid()))
         threading.Event().wait()
     """
-    scripts.write(tmp_path / "endless.py", endless)
-    assert scripts.run_ok([scripts.write(tmp_path / "ends.py", ENDS)]) == ""
+    assert scripts.program(tmp_path, ENDS, endless=endless) == ""
 
 
 USED = """
@@ -171,8 +168,7 @@ UNUSUAL = {
 @pytest.mark.parametrize("what", UNUSUAL)
 def test_a_module_with_effects_on_the_server(tmp_path, what):
     """Workers start, the pool detects their deaths, and replaces them."""
-    scripts.write(tmp_path / "unusual.py", UNUSUAL[what])
-    assert scripts.run_ok([scripts.write(tmp_path / "used.py", USED)]) == "used\n"
+    assert scripts.program(tmp_path, USED, unusual=UNUSUAL[what]) == "used\n"
 
 
 @pytest.mark.parametrize("how", ["SystemExit('needs a GPU')", *also("KeyboardInterrupt()")])

@@ -54,8 +54,7 @@ KILLED = """
 def test_the_server_is_killed_while_its_workers_run(tmp_path):
     """Workers of a killed server finish and run tasks. Replacements come from a new server. The
     records of its workers' ends have no exit code, which only the server knows."""
-    path = scripts.write(tmp_path / "killed.py", KILLED)
-    assert scripts.run_ok([path, str(tmp_path)]) == ""
+    assert scripts.program(tmp_path, KILLED, str(tmp_path)) == ""
 
 
 UNBORN = """
@@ -79,8 +78,7 @@ UNBORN = """
 
 def test_workers_that_are_not_forked_yet_are_ended(tmp_path):
     """Workers that the server has not forked yet are ended before they run the initializer."""
-    path = scripts.write(tmp_path / "unborn.py", UNBORN)
-    assert scripts.run_ok([path, str(tmp_path)]) == ""
+    assert scripts.program(tmp_path, UNBORN, str(tmp_path)) == ""
 
 
 FORKS = """
@@ -106,7 +104,7 @@ FORKS = """
 
 def test_fork_unused_calls_nothing(tmp_path):
     """The server's own forks do not run registered functions. All other forks do."""
-    scripts.run_ok([scripts.write(tmp_path / "forks.py", FORKS)])
+    scripts.program(tmp_path, FORKS)
 
 
 KEPT = """
@@ -135,7 +133,7 @@ KEPT = """
 
 def test_workers_have_the_present_variables(tmp_path):
     """A worker has the program's present variables, even if the server has older ones."""
-    scripts.run_ok([scripts.write(tmp_path / "kept.py", KEPT)])
+    scripts.program(tmp_path, KEPT)
 
 
 INTERRUPTED = """
@@ -159,7 +157,7 @@ INTERRUPTED = """
 
 def test_ctrl_c_while_the_server_starts(tmp_path):
     """Ctrl-C does not stop a starting server, which prints nothing."""
-    assert scripts.run_ok([scripts.write(tmp_path / "interrupted.py", INTERRUPTED)]) == ""
+    assert scripts.program(tmp_path, INTERRUPTED) == ""
 
 
 REFUSED = """
@@ -201,8 +199,8 @@ REFUSES = """
 )
 def test_the_system_has_no_process(tmp_path, times, outcome):
     """If a fork is refused, the server tries again a few times. Then the pool raises an error."""
-    scripts.write(tmp_path / "refuses.py", REFUSES.format(times=times))
-    assert scripts.run_ok([scripts.write(tmp_path / "refused.py", REFUSED)]) == outcome
+    refuses = REFUSES.format(times=times)
+    assert scripts.program(tmp_path, REFUSED, refuses=refuses) == outcome
 
 
 FLAGS = """
@@ -264,7 +262,7 @@ CHANGED = """
 
 def test_a_program_changes_its_umask_and_group(tmp_path):
     """A new worker has the program's present umask, niceness and group. So has a replacement."""
-    assert scripts.run_ok([scripts.write(tmp_path / "changed.py", CHANGED)]) == ""
+    assert scripts.program(tmp_path, CHANGED) == ""
 
 
 DROPPED = """
@@ -291,7 +289,7 @@ DROPPED = """
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change its user")
 def test_a_program_changes_its_user(tmp_path):
     """A program that may no longer signal its workers still ends them."""
-    assert scripts.run_ok([scripts.write(tmp_path / "dropped.py", DROPPED)]) == ""
+    assert scripts.program(tmp_path, DROPPED) == ""
 
 
 def leave_others() -> list[int]:

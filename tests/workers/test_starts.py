@@ -71,8 +71,7 @@ def run(folder: Path, program: str, top: str = TOP) -> str:
     modules.mkdir()
     for name, text in {"torch": TORCH, "needy": NEEDY, "plain": PLAIN}.items():
         scripts.write(modules / f"{name}.py", text)
-    path = scripts.write(folder / "program.py", textwrap.dedent(top) + textwrap.dedent(program))
-    return scripts.run_ok([path])
+    return scripts.program(folder, textwrap.dedent(top) + textwrap.dedent(program))
 
 
 SETTINGS = """
@@ -191,8 +190,7 @@ NUMPY = """
 def test_workers_share_the_servers_numpy(tmp_path):
     """In a program that has imported numpy, the server imports it for all workers."""
     pytest.importorskip("numpy", reason="numpy is not installed")
-    path = scripts.write(tmp_path / "program.py", textwrap.dedent(NUMPY))
-    assert scripts.run_ok([path]) == ""
+    assert scripts.program(tmp_path, textwrap.dedent(NUMPY)) == ""
 
 
 BROKEN = """

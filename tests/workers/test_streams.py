@@ -64,7 +64,7 @@ ROTATED = """
 
 def test_output_of_replacements(tmp_path):
     """After the program rotates its log, new workers write to the new file."""
-    scripts.run_ok([scripts.write(tmp_path / "rotated.py", ROTATED), str(tmp_path)])
+    scripts.program(tmp_path, ROTATED, str(tmp_path))
     # Output to stdout is flushed after the task, so it may come last.
     lines = (tmp_path / "log.1").read_text().splitlines()
     assert sorted(lines[:3]) == ["first", "first", "first raw"]

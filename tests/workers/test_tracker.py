@@ -87,8 +87,7 @@ def test_a_block_outlives_the_workers(tmp_path, how, method):
     """A block made before the pool, after it or by a worker stays until it is unlinked, also if
     children of workers attach to it. There is no warning, and the program has one resource tracker
     once it needs one."""
-    path = scripts.write(tmp_path / "blocks.py", TASKS)
-    assert scripts.run_ok([path, how, str(method)]) == ""
+    assert scripts.program(tmp_path, TASKS, how, str(method)) == ""
 
 
 FORKS = """
@@ -111,8 +110,7 @@ FORKS = """
 @pytest.mark.xpool_only
 def test_a_task_forks_before_anything_is_tracked(tmp_path):
     """A task may fork before its worker has imported the resource tracker."""
-    path = scripts.write(tmp_path / "forks.py", FORKS)
-    assert scripts.run_ok([path]) == "[(False, 0), (True, 0)]\n"
+    assert scripts.program(tmp_path, FORKS) == "[(False, 0), (True, 0)]\n"
 
 
 @pytest.mark.xpool_only
