@@ -897,3 +897,43 @@ def test_a_tensor_with_a_graph_that_an_object_keeps(tmp_path):
     """It arrives without its graph, and `backward` through it raises an error."""
     pytest.importorskip("torch", reason="torch is not installed")
     assert run(tmp_path, POLICY).splitlines() == ["True [3.0, 3.0]", "True"]
+
+
+EXITS = """
+    import sys
+    import xpool
+    import task
+
+    if __name__ == "__main__":
+        del sys.argv[1:]
+        with xpool.Pool(1) as pool:
+            for call in lambda: pool.apply(task.told), lambda: pool.map(task.told, [1]):
+                try:
+                    call()
+                except ImportError as error:
+                    notes = str(error) + "".join(getattr(error, "__notes__", ()))
+                    assert "sys.exit('no arguments') was called" in notes
+                    assert "it imported arguments: the top of a module" in notes
+                else:
+                    raise AssertionError
+            assert pool.report().deaths == 0
+"""
+
+
+def test_an_own_module_that_exits_when_a_worker_imports_it(tmp_path):
+    """The task fails with an error that names the module, and the worker goes on."""
+    modules = {
+        "arguments": """
+            import sys
+            if len(sys.argv) < 2:
+                sys.exit("no arguments")
+            GIVEN = sys.argv[1]
+        """,
+        "task": """
+            import arguments
+
+            def told(*_):
+                return arguments.GIVEN
+        """,
+    }
+    assert scripts.program(tmp_path, EXITS, "given", **modules) == ""

@@ -366,19 +366,23 @@ class _Worker:
                 value = func(*args, **kwds)
             if self._keeper is not None:
                 self._keeper.synchronize()
-        # This exception ends the worker, with the exit code that `run` returns.
-        except SystemExit:
-            raise
-        except BaseException as exc:
+        except BaseException as error:
+            exc = error
+            if isinstance(exc, SystemExit):
+                # It ends the worker, with the exit code that `run` returns.
+                if task is not _UNLOADED:
+                    raise
+                story = f"sys.exit({exc.code!r}) was called while the task was unpickled"
+                exc = ImportError(story).with_traceback(exc.__traceback__)
             if task is _UNLOADED and type(func) is not _Unavailable:
                 failures.note_loading(exc)
             if self._prefix:
                 note_context(exc)
             self._gpu_lost = has_lost_gpu(exc)
-            error = BODY_ERROR
+            kind = BODY_ERROR
             if record is not None and isinstance(exc, record.retry_on):
-                error |= BODY_AGAIN
-            return encode_exception(exc, traceback_of(exc)), error, None
+                kind |= BODY_AGAIN
+            return encode_exception(exc, traceback_of(exc)), kind, None
         del task
         if value is None:
             return _NONE, 0, None

@@ -588,6 +588,8 @@ def _try_import(name: str) -> None:
     if name not in sys.modules:
         try:
             import_module(name)
+        except SystemExit:
+            return
         except Exception as exc:
             pass_on(exc)
 
