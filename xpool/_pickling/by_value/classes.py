@@ -258,7 +258,11 @@ def _written_out(cls: type, recurse: bool, versions: dict[Any, int]) -> Any:
 
 
 def _special(cls: type, token: str) -> special_classes.Shell | None:
-    return special_classes.enum_shell(cls, token) or special_classes.namedtuple_shell(cls, token)
+    return (
+        special_classes.enum_shell(cls, token)
+        or special_classes.namedtuple_shell(cls, token)
+        or special_classes.structure_shell(cls, token)
+    )
 
 
 def _shell(cls: type, token: str) -> tuple[Any, ...]:
@@ -571,9 +575,11 @@ def _fill(cls: Any, versioned: tuple[int, tuple[type, ...], dict[str, Any]]) -> 
     for name in entry.attributes - attributes:  # the owner has deleted them
         if name in vars(cls):
             type.__delattr__(cls, name)
+    # Not `setattr`, which a metaclass may override.
+    is_structure = type(cls).__module__ == "_ctypes"
+    assign = special_classes.set_in_structure if is_structure else type.__setattr__
     for name, value in state.items():
-        # Not `setattr`, which a metaclass may override.
-        type.__setattr__(cls, name, value)
+        assign(cls, name, value)
     if "__pydantic_generic_metadata__" in state:
         special_classes.enter_generic(cls, state["__pydantic_generic_metadata__"])
     for one in subclasses:

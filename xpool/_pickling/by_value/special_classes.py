@@ -18,6 +18,37 @@ from xpool._pickling.reducers import FOR_SUBCLASSES, Context
 Shell = tuple[Any, tuple[Any, ...], frozenset[str]]
 
 
+# -- structures and unions of ctypes ----------------------------------------------------------
+
+_LAYOUT = "_pack_", "_align_", "_layout_", "_anonymous_"
+
+
+def structure_shell(cls: Any, token: str) -> Shell | None:
+    """Return how the class statement makes the class again.  The state sets its fields, which may
+    be of pointers to this class."""
+    if type(cls).__module__ != "_ctypes":
+        return None
+    attributes = vars(cls)
+    creation = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    creation |= {name: attributes[name] for name in _LAYOUT if name in attributes}
+    made = {name for name, one in attributes.items() if type(one).__module__ == "_ctypes"}
+    args = token, cls.__name__, cls.__bases__, creation
+    return _make_structure, args, frozenset({*creation, *made})
+
+
+def _make_structure(
+    token: str, name: str, bases: tuple[type, ...], creation: dict[str, Any]
+) -> Any:
+    # The metaclass has no name in `_ctypes`.
+    return shell(token, lambda: type(bases[0])(name, bases, creation))
+
+
+def set_in_structure(cls: Any, name: str, value: Any) -> None:
+    """Set an attribute; C code reads the fields, which are final."""
+    if name != "_fields_" or name not in vars(cls):
+        setattr(cls, name, value)
+
+
 # -- named tuples -----------------------------------------------------------------------------
 
 _OF_NAMEDTUPLE = frozenset(

@@ -13,6 +13,7 @@ import functools
 import gc
 import io
 import itertools
+import operator
 import os
 import struct
 import sys
@@ -256,6 +257,70 @@ def own_logger(kind: Any, name: str) -> Any:
 
 LAZY["logging"] = _lazy_logging
 
+
+def load_library(kind: Any, name: Any, use_errno: bool) -> Any:
+    return kind(name, use_errno=use_errno)
+
+
+def set_function(function: Any, types: tuple[Any, ...]) -> None:
+    function.restype, function.argtypes = types[:2]
+    if types[2] is not None:
+        function.errcheck = types[2]
+
+
+def set_functions(library: Any, functions: dict[str, tuple[Any, ...]]) -> None:
+    for name, types in functions.items():
+        set_function(getattr(library, name), types)
+
+
+def _lazy_ctypes() -> None:
+    """Register reducers of libraries that ctypes has loaded, and of their functions."""
+    ctypes: Any = sys.modules["ctypes"]
+
+    def types_of(function: Any) -> tuple[Any, ...]:
+        return function.restype, function.argtypes, getattr(function, "errcheck", None)
+
+    def reduce_library(pickler: Context, library: Any) -> Any:
+        name, uses_errno = (
+            library._name,
+            bool(library._FuncPtr._flags_ & ctypes._FUNCFLAG_USE_ERRNO),
+        )
+        if name is not None and os.path.dirname(name):
+            name = os.path.abspath(name)
+        functions = {
+            key: types_of(one)
+            for key, one in vars(library).items()
+            if isinstance(one, ctypes._CFuncPtr)
+        }
+        args = type(library), name, uses_errno
+        return load_library, args, functions, None, None, set_functions
+
+    def reduce_function(pickler: Context, function: Any) -> Any:
+        library = (function._objects or {}).get("0")
+        if not isinstance(library, ctypes.CDLL) or not hasattr(function, "__name__"):
+            return NotImplemented
+        return getattr, (library, function.__name__), types_of(function), None, None, set_function
+
+    def reduce_pointer_type(pickler: Context, kind: Any) -> Any:
+        target = vars(kind).get("_type_")
+        if isinstance(target, type) and ctypes.POINTER(target) is kind:
+            return ctypes.POINTER, (target,)
+        return usual(pickler, kind)
+
+    def reduce_array_type(pickler: Context, kind: Any) -> Any:
+        target, length = vars(kind).get("_type_"), vars(kind).get("_length_")
+        if isinstance(target, type) and target * length is kind:
+            return operator.mul, (target, length)
+        return usual(pickler, kind)
+
+    usual = reducers.REDUCERS[type]
+    register(type(ctypes._Pointer))(reduce_pointer_type)
+    register(type(ctypes.Array))(reduce_array_type)
+    FOR_SUBCLASSES[ctypes.CDLL] = reduce_library
+    FOR_SUBCLASSES[ctypes._CFuncPtr] = reduce_function
+
+
+LAZY["ctypes"] = LAZY["_ctypes"] = _lazy_ctypes
 
 _COMPARISON = functools.cmp_to_key(lambda one, other: 0)
 
