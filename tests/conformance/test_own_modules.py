@@ -937,3 +937,50 @@ def test_an_own_module_that_exits_when_a_worker_imports_it(tmp_path):
         """,
     }
     assert scripts.program(tmp_path, EXITS, "given", **modules) == ""
+
+
+UNNAMED = """
+    import importlib
+    import pickle
+    import sys
+    import base
+    import models
+    import xpool
+
+    def price(path):
+        with open(path, "rb") as file:
+            return pickle.load(file).price()
+
+    if __name__ == "__main__":
+        importlib.import_module("plugin")
+        models.RATE = 4
+        with open(sys.argv[1], "wb") as file:
+            pickle.dump(models.Item(), file)
+        with xpool.Pool(1) as pool:
+            assert pool.map(base.names, [0]) == [["Plugin"]]
+            assert pool.map(price, sys.argv[1:]) == [4]
+            models.RATE = 5
+            assert pool.apply(price, (sys.argv[1],)) == 5
+"""
+
+
+def test_classes_that_code_does_not_name(tmp_path):
+    """Subclasses and the classes of a pickle may be of any own module."""
+    modules = {
+        "base": """
+            class Base:
+                pass
+
+            def names(_):
+                return [one.__name__ for one in Base.__subclasses__()]
+        """,
+        "plugin": "from base import Base\n\nclass Plugin(Base):\n    pass\n",
+        "models": """
+            RATE = 1
+
+            class Item:
+                def price(self):
+                    return RATE
+        """,
+    }
+    assert scripts.program(tmp_path, UNNAMED, str(tmp_path / "item.pickle"), **modules) == ""

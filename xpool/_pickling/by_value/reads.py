@@ -216,7 +216,10 @@ def keys_of(function: FunctionType) -> set[Key]:
     if "FLAGS" in use.attributes and "absl.flags" in sys.modules:
         found.add(("absl.flags", "FLAGS"))
     if not _ANY_CLASS.isdisjoint(use.attributes):
-        for one in {module or "__main__", "__main__"}:
+        named = {getattr(one, "__name__", "") for one, _ in given if type(one) is ModuleType}
+        named.update(name for _, name, _ in use.imports)
+        of_all = "__subclasses__" in use.attributes or not _OF_PICKLES.isdisjoint(named)
+        for one in program_modules() if of_all else {module or "__main__", "__main__"}:
             classes = (name for name, value in list(namespace(one).items()) if _is_class(value))
             found.update((one, name) for name in classes)
     if not _ANY_MODULE.isdisjoint(use.attributes):
@@ -234,6 +237,9 @@ def keys_of(function: FunctionType) -> set[Key]:
 
 _ANY_CLASS = frozenset({"__subclasses__", "load", "loads", "Unpickler"})
 """Names by which code gets classes that it does not name: those of a pickle, for example."""
+
+_OF_PICKLES = frozenset({"pickle", "cloudpickle", "dill", "joblib"})
+"""Modules whose `load` finds classes in all modules.  `json` has a `load`, too."""
 
 _IMPORTS = frozenset({"import_module", "__import__"})
 _ANY_MODULE = _IMPORTS | {"modules"}
