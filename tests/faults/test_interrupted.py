@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from support import scripts, work
+from support.tiers import also
 from support.waiting import drained
 
-from xpool import AsyncResult, Pool, TimeoutError
+from xpool import AsyncResult, P2PPool, Pool, TimeoutError
 
 
 class OpensBadly:
@@ -98,18 +99,33 @@ def tell_and_hang(pid):
         signal.pause()
 
 
-def test_an_interrupted_call_leaves_its_worker_to_others(on_signal):
-    """If a handler raises in the wait of an `apply`, the next task may be another thread's."""
+WAITING: dict[str, Callable[[Any, Any], object]] = {
+    "apply": lambda pool, path: pool.apply(tell_and_hang, (os.getpid(),)),
+    "map": lambda pool, path: pool.map(tell_and_hang, [os.getpid()] * 3, chunksize=1),
+    "map of one": lambda pool, path: pool.map(tell_and_hang, [os.getpid()]),
+    "starmap": lambda pool, path: pool.starmap(tell_and_hang, [(os.getpid(),)] * 5),
+    "journal": lambda pool, path: pool.map(
+        tell_and_hang, [os.getpid()] * 3, journal=path / "journal", key=id
+    ),
+}
+
+
+@pytest.mark.parametrize("call", WAITING)
+@pytest.mark.parametrize("kind", [Pool, *also(P2PPool)])
+def test_an_interrupted_call_leaves_its_worker_to_others(tmp_path, on_signal, kind, call):
+    """If a handler raises in the wait of a call, its tasks are stopped: nobody has its result."""
 
     def handler(signum, frame):
         raise Late
 
     on_signal(handler)
-    with Pool(1) as pool, ThreadPoolExecutor(1) as thread:
+    with kind(1) as pool, ThreadPoolExecutor(1) as thread:
         assert pool.apply(work.same, (1,)) == 1
         with pytest.raises(Late):
-            pool.apply(tell_and_hang, (os.getpid(),))
+            WAITING[call](pool, tmp_path)
         assert thread.submit(pool.apply, work.same, (2,)).result() == 2
+        assert pool.map(work.same, range(3)) == [0, 1, 2]
+        assert pool.statistics()["deaths"] == 0
 
 
 def tell(pid):

@@ -36,7 +36,7 @@ from xpool._pools.input_reader import FlowControl, InputReader, length_of
 from xpool._pools.job_table import JobTable
 from xpool._pools.lifecycle import Lifecycle
 from xpool._pools.submitters import CO_ASYNC, HookSubmitter, Work, begin_work, numbering
-from xpool._python.interrupt import interruptibly, pass_on, shielded
+from xpool._python.interrupt import by_handler, interruptibly, shielded
 from xpool._worker.callables import task_function
 from xpool.errors import OptionError
 
@@ -140,7 +140,12 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         options = WAITING
         if keywords or self._task_timeout is not None or self._calls_go_to is not None:
             options = options_of(self, OneCallOptions, keywords, True)
-        value: T = submit_call(self, func, args, kwds, options).get()
+        result: AsyncResult[T] = submit_call(self, func, args, kwds, options)
+        try:
+            value: T = result.get()
+        except BaseException:
+            _end_wait(self, result)
+            raise
         return value
 
     @takes_keywords(OneCallOptions)
@@ -655,7 +660,12 @@ def map_now(
     """Submit a call for each item, unless a journal has its result; return all results."""
     __tracebackhide__ = True  # in notebooks and in pytest
     if options.journal is None:
-        return submit_map(pool, work, iterable, chunksize, options).get()
+        result = submit_map(pool, work, iterable, chunksize, options)
+        try:
+            return result.get()
+        except BaseException:
+            _end_wait(pool, result)
+            raise
     items = list(iterable)
     results: IMapIterator[Any] = imap(pool, IMapIterator, work, items, 1, None, options)
     values: list[Any] = []
@@ -663,14 +673,25 @@ def map_now(
     for _ in items:
         try:
             values.append(results.next())
-        except Exception as exc:
-            pass_on(exc)
+        except BaseException as exc:
+            if by_handler(exc) or not isinstance(exc, Exception):
+                results.cancel()
+                raise
             # Continue, so that the results of all other items are stored in the journal.
             error = error or exc
     next(results, None)  # the end of the stream: the journal is closed
     if error is not None:
         raise error
     return values
+
+
+def _end_wait(pool: AnyVerbs, result: AsyncResult[Any]) -> None:
+    """Cancel a call if an exception has ended the wait for it, and not its answer.
+
+    Nobody has its result: its tasks would only keep the workers from the next call.
+    """
+    if not result.settled and not pool._life.runs_here():
+        result.cancel()
 
 
 # -- streams ---------------------------------------------------------------------------------------
