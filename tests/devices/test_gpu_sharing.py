@@ -244,7 +244,8 @@ def test_a_worker_that_does_not_see_the_gpu(share: Any, monkeypatch: pytest.Monk
     with pytest.raises(DeviceError, match=r"GPU one cannot be opened: this process sees \['two'\]"):
         pool.apply(tasks.values, (x,), worker=1)
     handle = pool.apply(tasks.make, worker=0)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "two")
+    # Not the variable, which workers would get with the question that `open` asks.
+    monkeypatch.setattr(cuda, "_identities", lambda: ["two"])
     with pytest.raises(DeviceError, match="is_copy_tensor=True"):
         handle.open()
 

@@ -198,6 +198,7 @@ IN_A_CALL = """
             else:
                 if self.use in LATER:
                     answers.append((self.n, answer))
+            ended.append(self.n)
 
     def trace(frame, event, arg):
         global left
@@ -216,7 +217,7 @@ IN_A_CALL = """
         lambda: pool.map(same, range(4)),
         lambda: list(pool.imap(same, range(4))),
     ]
-    left, answers, refused, uses = 0, [], [], {uses}
+    left, answers, refused, ended, uses = 0, [], [], [], {uses}
 
     if __name__ == "__main__":
         gc.disable()
@@ -234,7 +235,9 @@ IN_A_CALL = """
                     expected = call()
                     sys.settrace(None)
                     beyond, left = left, 0
-                    gc.collect()
+                    while ended != [at]:  # another thread may be collecting
+                        gc.collect()
+                    ended.clear()
                     while answers:
                         n, get = answers.pop()
                         assert get(60) in (n, [n]), (n, use)

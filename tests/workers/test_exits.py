@@ -172,9 +172,11 @@ def test_an_end_that_hangs(make_pool, capfd, what, method):
 
 FORGETS = """
     import multiprocessing
+    import warnings
     from multiprocessing import process
     import xpool
 
+    warnings.filterwarnings("ignore", "Workers do not see .* '_children'")
     incomplete = []
 
     class Children(set):
