@@ -1168,3 +1168,66 @@ def test_a_tensor_with_a_graph_that_an_object_keeps(tmp_path):
     """It arrives without its graph, and `backward` through it raises an error."""
     pytest.importorskip("torch", reason="torch is not installed")
     assert run(tmp_path, POLICY).splitlines() == ["True [3.0, 3.0]", "True"]
+
+
+SENTINELS = """
+    import dataclasses
+    import installed
+    from xpool import Pool
+
+    held, also = [installed.MISSING], [installed.MISSING]
+
+    def work(x, y=installed.MISSING, z=dataclasses.MISSING):
+        return [one is installed.MISSING for one in (x, y, held[0])], z is dataclasses.MISSING
+
+    def result():
+        return also[0]
+
+    def grow():
+        held.append(1)
+        return len(held)
+
+    installed.strategy = installed.Fast()
+
+    def strategy():
+        return type(installed.strategy).__name__
+
+    @installed.quiet
+    def decorated():
+        return "called"
+
+    if __name__ == "__main__":
+        with Pool(1) as pool:
+            print(pool.map(work, [1, installed.MISSING]))
+            print(pool.apply(decorated), pool.apply(grow))
+            print(pool.apply(result) is installed.MISSING, pool.apply(grow))
+            print(pool.apply(strategy))
+"""
+
+WITH_SENTINELS = """
+    import functools
+
+    class Missing: ...
+
+    class Fast: ...
+
+    MISSING = strategy = Missing()
+
+    class Quiet:
+        def __init__(self, function, call=MISSING):
+            self.function, self.call = function, call
+
+        def __call__(self):
+            return self.function() if self.call is MISSING else self.call()
+
+    def quiet(function):
+        held = Quiet(function)
+        return functools.wraps(function)(lambda: held())
+"""
+
+
+def test_objects_without_state_of_installed_packages(tmp_path):
+    """Code compares them by identity, so a worker has its own object."""
+    out = run(tmp_path, SENTINELS, installed=WITH_SENTINELS)
+    seen = "[([False, True, True], True), ([True, True, True], True)]"
+    assert out.splitlines() == [seen, "called 2", "True 3", "Fast"]

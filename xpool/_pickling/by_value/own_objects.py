@@ -16,7 +16,7 @@ from typing import Any
 from xpool._pickling import reducers
 from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.by_token import make_object, reduce_object
-from xpool._pickling.by_value.names import found_by_name
+from xpool._pickling.by_value.names import found_by_name, name_in_package
 from xpool._pickling.by_value.origin import (
     FLAGS,
     IMPORTED,
@@ -45,6 +45,8 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
         made = reduce_object(pickler, obj)
         if made is not NotImplemented:
             return made
+    if not _has_methods(kind) and (name := name_in_package(obj)) is not None:
+        return of_module, (kind.__module__, name, kind)
     # `pickle` would ask an object that is still empty for its `__setstate__`, and call a `__new__`
     # without its arguments.
     answers = hasattr(kind, "__getattr__") and not hasattr(kind, "__setstate__")
