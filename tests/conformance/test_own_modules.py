@@ -1231,3 +1231,120 @@ def test_objects_without_state_of_installed_packages(tmp_path):
     out = run(tmp_path, SENTINELS, installed=WITH_SENTINELS)
     seen = "[([False, True, True], True), ([True, True, True], True)]"
     assert out.splitlines() == [seen, "called 2", "True 3", "Fast"]
+
+
+WRAPPERS = """
+    import functools
+    from importlib import import_module
+
+    class Cached:
+        def __init__(self, function, cache):
+            functools.update_wrapper(self, function)
+            self.cache = cache
+
+        def __call__(self, x):
+            if x not in self.cache:
+                self.cache[x] = self.__wrapped__(x)
+            return self.cache[x]
+
+        def __get__(self, obj, kind=None):
+            return functools.partial(self, obj)
+
+        def __reduce__(self):
+            return self.__qualname__
+
+    def cached(cache):
+        return lambda function: Cached(function, cache)
+
+    class Curry:
+        def __init__(self, function, *args):
+            functools.update_wrapper(self, function)
+            del self.__wrapped__
+            self.function, self.args = function, args
+
+        def __call__(self, *args):
+            args = *self.args, *args
+            return Curry(self.function, *args) if len(args) < 2 else self.function(*args)
+
+        def __reduce__(self):
+            return restore, (f"{self.__module__}:{self.__qualname__}", self.args)
+
+    def restore(name, args):
+        module, _, path = name.partition(":")
+        obj = getattr(import_module(module), path)
+        return Curry(obj.function, *args) if args else obj
+"""
+
+WRAPPED = """
+    from installed import Curry, cached
+
+    rate, store = 1, {}
+
+    @cached(store)
+    def slow(x):
+        return x * rate
+
+    @Curry
+    def add(a, b):
+        return a + b * rate
+
+    class Job:
+        @cached({})
+        def step(self):
+            return rate
+
+    def plain(a, b):
+        return a * b
+
+    @cached({})
+    def opened(key):
+        return key(rate)
+"""
+
+OF_SCRIPT = """
+    from installed import Curry, cached
+    from xpool import Pool
+    %s
+
+    lib.plain = Curry(lib.plain)
+    half, table = lib.add(2), [lib.slow, lib.add]
+
+    def work(x):
+        same = table[0] is lib.slow, table[1] is lib.add, lib.slow.cache is lib.store
+        return lib.slow(x), lib.add(x)(1), half(x), lib.plain(x)(2), lib.Job().step(), same
+
+    def seen():
+        return len(lib.store)
+
+    def result():
+        return lib.slow
+
+    if __name__ == "__main__":
+        lib.slow(5)
+        lib.rate = 10
+        lib.opened(str)
+        lib.opened(lambda rate: open(__file__))
+        with Pool(1) as pool:
+            print(pool.apply(work, (1,)))
+            print(pool.map(lib.slow, [5, 7]), pool.map(lib.add(1), [2]), pool.apply(seen))
+            print(pool.apply(result) is lib.slow)
+            try:
+                print(pool.apply(lib.opened, (repr,)))
+            except Exception as error:
+                print("at cache" in str(error.__notes__))
+"""
+
+AS_MODULE = "import sys; lib = sys.modules[__name__]"
+
+
+@pytest.mark.parametrize("where", ["module", "script"])
+def test_wrappers_that_pickle_themselves_by_name(tmp_path, where):
+    """They are the task's own functions, also in the script, and keep what they have stored."""
+    if where == "module":
+        out = run(tmp_path, OF_SCRIPT % "import lib", installed=WRAPPERS, lib=WRAPPED)
+    else:
+        out = run(tmp_path, OF_SCRIPT % (AS_MODULE + WRAPPED), installed=WRAPPERS)
+    values = "(10, 11, 12, 2, 10, (True, True, True))"
+    # A module's own function is there in any case.
+    opened = "10" if where == "module" else "True"
+    assert out.splitlines() == [values, "[5, 70] [21] 3", "True", opened]

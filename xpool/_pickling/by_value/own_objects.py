@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
+from importlib import import_module
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType
 from typing import Any
 
 from xpool._pickling import reducers
 from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.by_token import make_object, reduce_object
-from xpool._pickling.by_value.names import found_by_name, name_in_package
+from xpool._pickling.by_value.names import found_by_name, found_here, name_for, name_in_package
 from xpool._pickling.by_value.origin import (
     FLAGS,
     IMPORTED,
@@ -25,7 +26,7 @@ from xpool._pickling.by_value.origin import (
     has_no_state,
     origin_of,
 )
-from xpool._pickling.by_value.reads import in_python, required_of
+from xpool._pickling.by_value.reads import in_python, required_of, wraps_own
 from xpool._pickling.reducers import NEW, Context, is_message, of_module
 
 
@@ -56,6 +57,8 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
     base = None if as_usual or in_message else _builtin_base(kind)
     if base is not None:
         return _reduce_content(obj, base)
+    if origin == INSTALLED and _goes_by_function(obj):
+        return _reduce_wrapper(pickler, obj)
     if as_usual and not (answers or incomplete):
         return NotImplemented
     if origin == INSTALLED and not found_by_name(kind):  # a class that each mock makes for itself
@@ -81,6 +84,43 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
     if pickler.home:  # the program keeps its own attributes
         return made
     return *made, _state_of(obj), None, None, set_state
+
+
+def _goes_by_function(obj: Any) -> bool:
+    """Whether a wrapper of a function of the program is reduced to the name of this function.
+
+    A worker gets the wrapper under this name, and needs its attributes.
+    """
+    kind = type(obj)
+    if not (wraps_own(obj) and _has_methods(kind) and _base_in_c(kind) is object):
+        return False
+    reduced = obj.__reduce_ex__(5)
+    texts = (reduced,) if type(reduced) is str else reduced[1]
+    module, path = obj.__module__, obj.__qualname__
+    names = path, f"{module}.{path}", f"{module}:{path}"
+    by_value = any(type(one) is FunctionType for one in texts)
+    return not by_value and any(type(one) is str and one in names for one in texts)
+
+
+def _reduce_wrapper(pickler: Context, obj: Any) -> Any:
+    return _by_place(pickler, obj, type(obj), _state_of(obj), set_state)
+
+
+def _by_place(pickler: Context, obj: Any, kind: Any, state: Any, fill: Any) -> Any:
+    """Pickle a wrapper by its name or, in the global of this name, by its state."""
+    name = name_for(pickler, obj)
+    if name is None:
+        return empty_object, (kind,), state, None, None, fill
+    module, path = obj.__module__, obj.__qualname__
+    if pickler.group is None or "." in path or found_here(module, path) is not obj:
+        return name
+    return made_by_import, (module, path, kind), state, None, None, fill
+
+
+def made_by_import(module: str, name: str, kind: type) -> Any:
+    """Return a global of a module; a new, empty object if it is not of this class."""
+    found = getattr(import_module(module), name, None)
+    return found if type(found) is kind else empty_object(kind)
 
 
 def slots_of(kind: type) -> list[str]:
