@@ -1348,3 +1348,94 @@ def test_wrappers_that_pickle_themselves_by_name(tmp_path, where):
     # A module's own function is there in any case.
     opened = "10" if where == "module" else "True"
     assert out.splitlines() == [values, "[5, 70] [21] 3", "True", opened]
+
+
+WRAPT = """
+    class Proxy:
+        __module__ = "_wrappers"
+
+        def __init__(self, wrapped, wrapper, enabled=None, parent=None, owner=None):
+            self.__wrapped__, self._self_wrapper = wrapped, wrapper
+            self._self_enabled, self._self_parent = enabled, parent
+            self._self_owner, self._self_instance = owner, getattr(wrapped, "__self__", None)
+            self.__module__, self.__name__ = wrapped.__module__, wrapped.__name__
+
+        __dict__ = property(lambda self: self.__wrapped__.__dict__)
+
+        def __getattr__(self, name):
+            return getattr(self.__wrapped__, name)
+
+        def __call__(self, *args, **kwds):
+            return self._self_wrapper(self.__wrapped__, self._self_instance, args, kwds)
+
+        def __reduce_ex__(self, protocol):
+            raise NotImplementedError("object proxy must define __reduce_ex__()")
+
+    class FunctionWrapper(Proxy):
+        __module__ = "_wrappers"
+
+        def __get__(self, obj, kind):
+            wrapped = self.__wrapped__.__get__(obj, kind)
+            return BoundFunctionWrapper(wrapped, self._self_wrapper, None, self, kind)
+
+    class BoundFunctionWrapper(Proxy):
+        __module__ = "_wrappers"
+
+    def decorator(wrapper):
+        return lambda wrapped: FunctionWrapper(wrapped, wrapper)
+"""
+
+TRACED = """
+    import wrapt
+
+    rate = 1
+
+    @wrapt.decorator
+    def traced(wrapped, instance, args, kwds):
+        return wrapped(*args, **kwds), rate
+
+    @traced
+    def work(x):
+        return x * rate
+
+    class Job:
+        @traced
+        def step(self):
+            return rate
+
+    def plain(x):
+        return x
+
+    same = [work]
+"""
+
+OF_TRACED = """
+    import wrapt
+    from xpool import Pool
+    %s
+
+    lib.plain = lib.traced(lib.plain)
+
+    def call(x):
+        return lib.work(x), lib.Job().step(), lib.plain(x), lib.same[0] is lib.work
+
+    def result():
+        return lib.work
+
+    if __name__ == "__main__":
+        lib.rate = 10
+        with Pool(1) as pool:
+            print(pool.apply(call, (1,)) == call(1), pool.map(lib.work, [1]))
+            print(pool.apply(result) is lib.work, pool.apply(lib.Job().step))
+"""
+
+
+@pytest.mark.parametrize("where", ["module", "script"])
+def test_wrappers_of_wrapt(tmp_path, where):
+    """They refuse to be pickled, but a function in one is a function of the program."""
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    scripts.write(packages / "wrapt.py", WRAPT)
+    script = OF_TRACED % ("import lib" if where == "module" else AS_MODULE + TRACED)
+    main = f"    import sys\n    sys.path.append({str(packages)!r}){script}"
+    assert run(tmp_path, main, lib=TRACED).splitlines() == ["True [(10, 10)]", "True (10, 10)"]

@@ -93,11 +93,7 @@ def name_in_package(value: Any) -> str | None:
     Code compares such an object by identity (`dataclasses.MISSING`).  None: it is another object.
     """
     module = type(value).__module__
-    try:
-        if origin_of(module) != INSTALLED or not is_empty(value):
-            return None
-    except Exception as exc:  # a class that computes `__dict__`
-        pass_on(exc)
+    if origin_of(module) != INSTALLED or not is_empty(value):
         return None
     items = list(attributes_of(sys.modules.get(module)).items())
     return next((name for name, one in items if one is value and type(name) is str), None)

@@ -8,6 +8,7 @@ arrives as it is: the receiver calls no ``__new__`` or ``__init__`` of its class
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from importlib import import_module
@@ -27,7 +28,7 @@ from xpool._pickling.by_value.origin import (
     origin_of,
 )
 from xpool._pickling.by_value.reads import in_python, required_of, wraps_own
-from xpool._pickling.reducers import NEW, Context, is_message, of_module
+from xpool._pickling.reducers import NEW, Context, Instead, is_message, of_module
 
 
 def _reduce_own(pickler: Context, obj: Any) -> Any:
@@ -310,5 +311,52 @@ def _find_flags() -> None:
     reducers.register(sys.modules[FLAGS].FlagValues)(_reduce_flags)
 
 
+# -- wrapt's wrappers of functions ------------------------------------------------------------
+
+
+def _find_wrapt() -> None:
+    wrapt: Any = sys.modules.get("wrapt")
+    if wrapt is None:  # another `_wrappers`
+        return
+    reducers.FOR_SUBCLASSES[wrapt.FunctionWrapper] = _reduce_wrapt
+    reducers.FOR_SUBCLASSES[wrapt.BoundFunctionWrapper] = _reduce_bound
+
+
+def _reduce_wrapt(pickler: Context, obj: Any) -> Any:
+    """Pickle a wrapper with its functions.  An object of wrapt refuses to be pickled."""
+    kind: Any = type(obj)
+    base = sys.modules["wrapt"].FunctionWrapper
+    if kind.__reduce__ is not base.__reduce__ or kind.__reduce_ex__ is not base.__reduce_ex__:
+        return _reduce_own(pickler, obj)
+    # `__dict__` is that of the function.
+    found = [one for one in gc.get_referents(obj) if type(one) is dict]
+    attributes = {
+        name: value for one in found for name, value in one.items() if name.startswith("_self_")
+    }
+    state = obj.__wrapped__, obj._self_wrapper, obj._self_enabled, attributes
+    # The class names a module in C that is not imported by this name.
+    made = Instead(of_module, ("wrapt", "FunctionWrapper")) if kind is base else kind
+    return _by_place(pickler, obj, made, state, set_wrapt)
+
+
+def _reduce_bound(pickler: Context, obj: Any) -> Any:
+    """Pickle a method by its object and name."""
+    owner, name = obj._self_instance, obj.__name__
+    if owner is None:  # the method of a class
+        owner = getattr(obj, "_self_owner", None)
+    found: Any = getattr(owner, name, None)
+    if type(found) is type(obj) and found._self_parent is obj._self_parent:
+        return getattr, (owner, name)
+    return _reduce_own(pickler, obj)
+
+
+def set_wrapt(obj: Any, state: tuple[Any, ...]) -> None:
+    *parts, attributes = state
+    sys.modules["wrapt"].FunctionWrapper.__init__(obj, *parts)
+    for name, value in attributes.items():
+        setattr(obj, name, value)
+
+
+reducers.LAZY.update(dict.fromkeys(("_wrappers", "wrapt.wrappers"), _find_wrapt))
 reducers.LAZY[FLAGS] = _find_flags
 reducers.own = _reduce_own
