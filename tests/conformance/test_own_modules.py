@@ -1176,6 +1176,12 @@ SENTINELS = """
     from xpool import Pool
 
     held, also = [installed.MISSING], [installed.MISSING]
+    installed.other = OTHER = object()
+    unset = installed.UNSET
+
+    def unsets(x, y=installed.UNSET):
+        same = [one is installed.UNSET for one in (x, y, unset)]
+        return *same, installed.is_unset(y), installed.other is OTHER
 
     def work(x, y=installed.MISSING, z=dataclasses.MISSING):
         return [one is installed.MISSING for one in (x, y, held[0])], z is dataclasses.MISSING
@@ -1201,7 +1207,8 @@ SENTINELS = """
             print(pool.map(work, [1, installed.MISSING]))
             print(pool.apply(decorated), pool.apply(grow))
             print(pool.apply(result) is installed.MISSING, pool.apply(grow))
-            print(pool.apply(strategy))
+            print(pool.apply(strategy), *pool.apply(unsets, (unset,)))
+            print(pool.apply(installed.get) is unset)
 """
 
 WITH_SENTINELS = """
@@ -1212,6 +1219,13 @@ WITH_SENTINELS = """
     class Fast: ...
 
     MISSING = strategy = Missing()
+    UNSET, other = object(), object()
+
+    def is_unset(x=UNSET):
+        return x is UNSET
+
+    def get():
+        return UNSET
 
     class Quiet:
         def __init__(self, function, call=MISSING):
@@ -1230,7 +1244,7 @@ def test_objects_without_state_of_installed_packages(tmp_path):
     """Code compares them by identity, so a worker has its own object."""
     out = run(tmp_path, SENTINELS, installed=WITH_SENTINELS)
     seen = "[([False, True, True], True), ([True, True, True], True)]"
-    assert out.splitlines() == [seen, "called 2", "True 3", "Fast"]
+    assert out.splitlines() == [seen, "called 2", "True 3", "Fast" + 5 * " True", "True"]
 
 
 WRAPPERS = """
