@@ -1453,3 +1453,49 @@ def test_wrappers_of_wrapt(tmp_path, where):
     script = OF_TRACED % ("import lib" if where == "module" else AS_MODULE + TRACED)
     main = f"    import sys\n    sys.path.append({str(packages)!r}){script}"
     assert run(tmp_path, main, lib=TRACED).splitlines() == ["True [(10, 10)]", "True (10, 10)"]
+
+
+BY_OWNER = """
+    class Cached:
+        def __init__(self, function):
+            self.function = function
+
+        def __set_name__(self, owner, name):
+            self.owner, self.name = owner, name
+
+        def __get__(self, obj, kind=None):
+            return self if obj is None else lambda: (self.function(obj), type(obj) is self.owner)
+
+        def __reduce__(self):
+            return find, (self.owner, self.name)
+
+    def find(owner, name):
+        return vars(owner)[name]
+"""
+
+WITH_DESCRIPTOR = """
+    from installed import Cached
+    from xpool import Pool
+
+    rate = 1
+
+    class Job:
+        @Cached
+        def step(self):
+            return rate
+
+    job, step = Job(), Job.step
+
+    def work():
+        return job.step(), step is Job.step
+
+    if __name__ == "__main__":
+        rate = 10
+        with Pool(1) as pool:
+            print(*pool.apply(work))
+"""
+
+
+def test_descriptors_that_pickle_themselves_by_their_class(tmp_path):
+    """They are parts of the class's definition."""
+    assert run(tmp_path, WITH_DESCRIPTOR, installed=BY_OWNER) == "(10, True) True"

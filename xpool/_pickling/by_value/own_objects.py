@@ -60,6 +60,8 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
         return _reduce_content(obj, base)
     if origin == INSTALLED and _goes_by_function(obj):
         return _reduce_wrapper(pickler, obj)
+    if pickler.blob and origin == INSTALLED and _goes_by_class(obj):
+        return empty_object, (kind,), _state_of(obj), None, None, set_state
     if as_usual and not (answers or incomplete):
         return NotImplemented
     if origin == INSTALLED and not found_by_name(kind):  # a class that each mock makes for itself
@@ -101,6 +103,19 @@ def _goes_by_function(obj: Any) -> bool:
     names = path, f"{module}.{path}", f"{module}:{path}"
     by_value = any(type(one) is FunctionType for one in texts)
     return not by_value and any(type(one) is str and one in names for one in texts)
+
+
+def _goes_by_class(obj: Any) -> bool:
+    """Whether a descriptor is reduced to a class and its name there.
+
+    It is a part of the definition of this class, which has no attributes yet.
+    """
+    kind = type(obj)
+    if not (in_python(kind, "__reduce__") and hasattr(kind, "__set_name__")):
+        return False
+    reduced = obj.__reduce_ex__(5)
+    owner, name = (*reduced[1], None, None)[:2] if type(reduced) is tuple else (None, None)
+    return issubclass(type(owner), type) and vars(owner).get(name) is obj
 
 
 def _reduce_wrapper(pickler: Context, obj: Any) -> Any:
