@@ -984,3 +984,334 @@ def test_classes_that_code_does_not_name(tmp_path):
         """,
     }
     assert scripts.program(tmp_path, UNNAMED, str(tmp_path / "item.pickle"), **modules) == ""
+
+
+SENTINELS = """
+    import dataclasses
+    import installed
+    from xpool import Pool
+
+    held, also = [installed.MISSING], [installed.MISSING]
+    installed.other = OTHER = object()
+    unset = installed.UNSET
+
+    def unsets(x, y=installed.UNSET):
+        same = [one is installed.UNSET for one in (x, y, unset)]
+        return *same, installed.is_unset(y), installed.other is OTHER
+
+    def work(x, y=installed.MISSING, z=dataclasses.MISSING):
+        return [one is installed.MISSING for one in (x, y, held[0])], z is dataclasses.MISSING
+
+    def result():
+        return also[0]
+
+    def grow():
+        held.append(1)
+        return len(held)
+
+    installed.strategy = installed.Fast()
+
+    def strategy():
+        return type(installed.strategy).__name__
+
+    @installed.quiet
+    def decorated():
+        return "called"
+
+    if __name__ == "__main__":
+        with Pool(1) as pool:
+            print(pool.map(work, [1, installed.MISSING]))
+            print(pool.apply(decorated), pool.apply(grow))
+            print(pool.apply(result) is installed.MISSING, pool.apply(grow))
+            print(pool.apply(strategy), *pool.apply(unsets, (unset,)))
+            print(pool.apply(installed.get) is unset)
+"""
+
+WITH_SENTINELS = """
+    import functools
+
+    class Missing: ...
+
+    class Fast: ...
+
+    MISSING = strategy = Missing()
+    UNSET, other = object(), object()
+
+    def is_unset(x=UNSET):
+        return x is UNSET
+
+    def get():
+        return UNSET
+
+    class Quiet:
+        def __init__(self, function, call=MISSING):
+            self.function, self.call = function, call
+
+        def __call__(self):
+            return self.function() if self.call is MISSING else self.call()
+
+    def quiet(function):
+        held = Quiet(function)
+        return functools.wraps(function)(lambda: held())
+"""
+
+
+def test_objects_without_state_of_installed_packages(tmp_path):
+    """Code compares them by identity, so a worker has its own object."""
+    out = run(tmp_path, SENTINELS, installed=WITH_SENTINELS)
+    seen = "[([False, True, True], True), ([True, True, True], True)]"
+    assert out.splitlines() == [seen, "called 2", "True 3", "Fast" + 5 * " True", "True"]
+
+
+WRAPPERS = """
+    import functools
+    from importlib import import_module
+
+    class Cached:
+        def __init__(self, function, cache):
+            functools.update_wrapper(self, function)
+            self.cache = cache
+
+        def __call__(self, x):
+            if x not in self.cache:
+                self.cache[x] = self.__wrapped__(x)
+            return self.cache[x]
+
+        def __get__(self, obj, kind=None):
+            return functools.partial(self, obj)
+
+        def __reduce__(self):
+            return self.__qualname__
+
+    def cached(cache):
+        return lambda function: Cached(function, cache)
+
+    class Curry:
+        def __init__(self, function, *args):
+            functools.update_wrapper(self, function)
+            del self.__wrapped__
+            self.function, self.args = function, args
+
+        def __call__(self, *args):
+            args = *self.args, *args
+            return Curry(self.function, *args) if len(args) < 2 else self.function(*args)
+
+        def __reduce__(self):
+            return restore, (f"{self.__module__}:{self.__qualname__}", self.args)
+
+    def restore(name, args):
+        module, _, path = name.partition(":")
+        obj = getattr(import_module(module), path)
+        return Curry(obj.function, *args) if args else obj
+"""
+
+WRAPPED = """
+    from installed import Curry, cached
+
+    rate, store = 1, {}
+
+    @cached(store)
+    def slow(x):
+        return x * rate
+
+    @Curry
+    def add(a, b):
+        return a + b * rate
+
+    class Job:
+        @cached({})
+        def step(self):
+            return rate
+
+    def plain(a, b):
+        return a * b
+
+    @cached({})
+    def opened(key):
+        return key(rate)
+"""
+
+OF_SCRIPT = """
+    from installed import Curry, cached
+    from xpool import Pool
+    %s
+
+    lib.plain = Curry(lib.plain)
+    half, table = lib.add(2), [lib.slow, lib.add]
+
+    def work(x):
+        same = table[0] is lib.slow, table[1] is lib.add, lib.slow.cache is lib.store
+        return lib.slow(x), lib.add(x)(1), half(x), lib.plain(x)(2), lib.Job().step(), same
+
+    def seen():
+        return len(lib.store)
+
+    def result():
+        return lib.slow
+
+    if __name__ == "__main__":
+        lib.slow(5)
+        lib.rate = 10
+        lib.opened(str)
+        lib.opened(lambda rate: open(__file__))
+        with Pool(1) as pool:
+            print(pool.apply(work, (1,)))
+            print(pool.map(lib.slow, [5, 7]), pool.map(lib.add(1), [2]), pool.apply(seen))
+            print(pool.apply(result) is lib.slow)
+            try:
+                print(pool.apply(lib.opened, (repr,)))
+            except Exception as error:
+                print("at cache" in str(error.__notes__))
+"""
+
+AS_MODULE = "import sys; lib = sys.modules[__name__]"
+
+
+@pytest.mark.parametrize("where", ["module", "script"])
+def test_wrappers_that_pickle_themselves_by_name(tmp_path, where):
+    """They are the task's own functions, also in the script, and keep what they have stored."""
+    if where == "module":
+        out = run(tmp_path, OF_SCRIPT % "import lib", installed=WRAPPERS, lib=WRAPPED)
+    else:
+        out = run(tmp_path, OF_SCRIPT % (AS_MODULE + WRAPPED), installed=WRAPPERS)
+    values = "(10, 11, 12, 2, 10, (True, True, True))"
+    # A module's own function is there in any case.
+    opened = "10" if where == "module" else "True"
+    assert out.splitlines() == [values, "[5, 70] [21] 3", "True", opened]
+
+
+WRAPT = """
+    class Proxy:
+        __module__ = "_wrappers"
+
+        def __init__(self, wrapped, wrapper, enabled=None, parent=None, owner=None):
+            self.__wrapped__, self._self_wrapper = wrapped, wrapper
+            self._self_enabled, self._self_parent = enabled, parent
+            self._self_owner, self._self_instance = owner, getattr(wrapped, "__self__", None)
+            self.__module__, self.__name__ = wrapped.__module__, wrapped.__name__
+
+        __dict__ = property(lambda self: self.__wrapped__.__dict__)
+
+        def __getattr__(self, name):
+            return getattr(self.__wrapped__, name)
+
+        def __call__(self, *args, **kwds):
+            return self._self_wrapper(self.__wrapped__, self._self_instance, args, kwds)
+
+        def __reduce_ex__(self, protocol):
+            raise NotImplementedError("object proxy must define __reduce_ex__()")
+
+    class FunctionWrapper(Proxy):
+        __module__ = "_wrappers"
+
+        def __get__(self, obj, kind):
+            wrapped = self.__wrapped__.__get__(obj, kind)
+            return BoundFunctionWrapper(wrapped, self._self_wrapper, None, self, kind)
+
+    class BoundFunctionWrapper(Proxy):
+        __module__ = "_wrappers"
+
+    def decorator(wrapper):
+        return lambda wrapped: FunctionWrapper(wrapped, wrapper)
+"""
+
+TRACED = """
+    import wrapt
+
+    rate = 1
+
+    @wrapt.decorator
+    def traced(wrapped, instance, args, kwds):
+        return wrapped(*args, **kwds), rate
+
+    @traced
+    def work(x):
+        return x * rate
+
+    class Job:
+        @traced
+        def step(self):
+            return rate
+
+    def plain(x):
+        return x
+
+    same = [work]
+"""
+
+OF_TRACED = """
+    import wrapt
+    from xpool import Pool
+    %s
+
+    lib.plain = lib.traced(lib.plain)
+
+    def call(x):
+        return lib.work(x), lib.Job().step(), lib.plain(x), lib.same[0] is lib.work
+
+    def result():
+        return lib.work
+
+    if __name__ == "__main__":
+        lib.rate = 10
+        with Pool(1) as pool:
+            print(pool.apply(call, (1,)) == call(1), pool.map(lib.work, [1]))
+            print(pool.apply(result) is lib.work, pool.apply(lib.Job().step))
+"""
+
+
+@pytest.mark.parametrize("where", ["module", "script"])
+def test_wrappers_of_wrapt(tmp_path, where):
+    """They refuse to be pickled, but a function in one is a function of the program."""
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    scripts.write(packages / "wrapt.py", WRAPT)
+    script = OF_TRACED % ("import lib" if where == "module" else AS_MODULE + TRACED)
+    main = f"    import sys\n    sys.path.append({str(packages)!r}){script}"
+    assert run(tmp_path, main, lib=TRACED).splitlines() == ["True [(10, 10)]", "True (10, 10)"]
+
+
+BY_OWNER = """
+    class Cached:
+        def __init__(self, function):
+            self.function = function
+
+        def __set_name__(self, owner, name):
+            self.owner, self.name = owner, name
+
+        def __get__(self, obj, kind=None):
+            return self if obj is None else lambda: (self.function(obj), type(obj) is self.owner)
+
+        def __reduce__(self):
+            return find, (self.owner, self.name)
+
+    def find(owner, name):
+        return vars(owner)[name]
+"""
+
+WITH_DESCRIPTOR = """
+    from installed import Cached
+    from xpool import Pool
+
+    rate = 1
+
+    class Job:
+        @Cached
+        def step(self):
+            return rate
+
+    job, step = Job(), Job.step
+
+    def work():
+        return job.step(), step is Job.step
+
+    if __name__ == "__main__":
+        rate = 10
+        with Pool(1) as pool:
+            print(*pool.apply(work))
+"""
+
+
+def test_descriptors_that_pickle_themselves_by_their_class(tmp_path):
+    """They are parts of the class's definition."""
+    assert run(tmp_path, WITH_DESCRIPTOR, installed=BY_OWNER) == "(10, True) True"

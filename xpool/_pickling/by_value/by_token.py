@@ -14,11 +14,14 @@ import typing
 from typing import Any
 
 from xpool._pickling.by_value import registry
-from xpool._pickling.by_value.names import name_for
+from xpool._pickling.by_value.names import name_for, script_top
 from xpool._pickling.by_value.origin import (
     IMPORTED,
+    INSTALLED,
     SENT,
+    attributes_of,
     has_no_state,
+    modules,
     namespace,
     origin_of,
     program_modules,
@@ -70,6 +73,8 @@ def reduce_object(pickler: Context, obj: object) -> Any:
     """Pickle an object without attributes, if a global refers to it or it has a token."""
     with registry.lock:
         if registry.known(obj) is None:
+            if type(obj) is object and (there := _in_package(obj)) is not None:
+                return of_module, there
             place = _place_of(pickler, obj)
             if place is None:
                 return NotImplemented
@@ -91,6 +96,30 @@ def _place_of(pickler: Context, obj: object) -> tuple[str, str] | None:
                     places.setdefault(id(value), (module, name))
     found: tuple[str, str] | None = places.get(id(obj))
     return found
+
+
+# How many modules there were, and the globals of installed ones that are `object()`, by id.
+_of_packages: tuple[int, dict[int, tuple[str, str]]] = 0, {}
+
+
+def _in_package(obj: object) -> tuple[str, str] | None:
+    """Return the installed module whose import has made an object, and the name there, or None."""
+    global _of_packages
+    count = len(sys.modules)
+    if _of_packages[0] != count:
+        _of_packages = (
+            count,
+            {
+                id(value): (name, attribute)
+                for name, module in modules()
+                for attribute, value in list(attributes_of(module).items())
+                if type(value) is object and type(attribute) is str and origin_of(name) == INSTALLED
+            },
+        )
+    place = _of_packages[1].get(id(obj))
+    if place is None or attributes_of(sys.modules.get(place[0])).get(place[1]) is not obj:
+        return None
+    return None if place in script_top().top_of_main().assigned else place
 
 
 def make_object(token: str, kind: type) -> object:

@@ -13,12 +13,12 @@ from operator import is_
 from types import FunctionType
 from typing import Any
 
-from xpool._pickling import Key
+from xpool._pickling import HEAP_TYPE, Key
 from xpool._pickling.by_value import checks, classes
 from xpool._pickling.by_value.caches import CACHE
 from xpool._pickling.by_value.entries import Kind, SentGroup
 from xpool._pickling.by_value.functions import annotations_of, parts_of_function, set_since_import
-from xpool._pickling.by_value.names import is_shared_by_all, is_simple
+from xpool._pickling.by_value.names import is_shared_by_all, is_simple, name_in_package
 from xpool._pickling.by_value.origin import (
     IMPORTED,
     INSTALLED,
@@ -108,12 +108,20 @@ def shared_objects(objects: list[Any]) -> tuple[list[Any], set[int]]:
     if not own:
         return [], set()
     alive = [one for one in objects if type(one) in own]
+    installed = {
+        kind
+        for kind in own
+        if kind.__flags__ & HEAP_TYPE and origin_of(kind.__module__) == INSTALLED
+    }
     alone = (
         one
         for one in alive
-        if type(one) is FunctionType
-        and not is_patch(one, one.__module__)
-        and (is_simple(one) or origin_of(one.__module__) == INSTALLED)
+        if (
+            type(one) is FunctionType
+            and not is_patch(one, one.__module__)
+            and (is_simple(one) or origin_of(one.__module__) == INSTALLED)
+        )
+        or (type(one) in installed and name_in_package(one) is not None)
     )
     # Each frame and series of pandas refers to a list of its class, which is a constant.
     names = (getattr(kind, "_metadata", None) for kind in own if kind.__module__ in _OF_PANDAS)

@@ -17,8 +17,10 @@ from xpool._pickling.by_value.origin import (
     INSTALLED,
     NESTED,
     SENT,
+    attributes_of,
     canonical,
     find_module,
+    is_empty,
     is_patch,
     module_of,
     namespace,
@@ -83,6 +85,18 @@ def found_by_name(obj: Any) -> bool:
     """Whether the name of a function or class leads to it here."""
     path = getattr(obj, "__qualname__", None) or obj.__name__
     return found_here(obj.__module__, path) is obj and not is_set_as_method(obj)
+
+
+def name_in_package(value: Any) -> str | None:
+    """Return the name of an object without attributes in the installed module of its class.
+
+    Code compares such an object by identity (`dataclasses.MISSING`).  None: it is another object.
+    """
+    module = type(value).__module__
+    if origin_of(module) != INSTALLED or not is_empty(value):
+        return None
+    items = list(attributes_of(sys.modules.get(module)).items())
+    return next((name for name, one in items if one is value and type(name) is str), None)
 
 
 def goes_by_name(obj: Any) -> bool:

@@ -740,13 +740,17 @@ def globals_of_modules(
 def has_no_state(value: Any) -> bool:
     """Whether it is an `object()`, or one of a class of the program, without attributes."""
     kind = type(value)
-    if kind is object:
-        return True
-    if origin_of(kind.__module__) == INSTALLED or kind.__basicsize__ > _Empty.__basicsize__:
-        return False
-    if kind.__mro__[-2].__flags__ & HEAP_TYPE == 0 or getattr(value, "__dict__", None):
+    return kind is object or (origin_of(kind.__module__) != INSTALLED and is_empty(value))
+
+
+def is_empty(value: Any) -> bool:
+    kind = type(value)
+    if kind.__basicsize__ > _Empty.__basicsize__ or kind.__mro__[-2].__flags__ & HEAP_TYPE == 0:
         return False  # derived from a type in C, such as `dict`
-    return not any(vars(base).get("__slots__") for base in kind.__mro__)
+    for own in map(vars, kind.__mro__):
+        if own.get("__slots__") or type(own.get("__dict__")) is property:  # that of another object
+            return False
+    return not getattr(value, "__dict__", None)
 
 
 class _Empty:

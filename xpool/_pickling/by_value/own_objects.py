@@ -8,15 +8,17 @@ arrives as it is: the receiver calls no ``__new__`` or ``__init__`` of its class
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
+from importlib import import_module
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType
 from typing import Any
 
 from xpool._pickling import reducers
 from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.by_token import make_object, reduce_object
-from xpool._pickling.by_value.names import found_by_name
+from xpool._pickling.by_value.names import found_by_name, found_here, name_for, name_in_package
 from xpool._pickling.by_value.origin import (
     FLAGS,
     IMPORTED,
@@ -25,8 +27,8 @@ from xpool._pickling.by_value.origin import (
     has_no_state,
     origin_of,
 )
-from xpool._pickling.by_value.reads import in_python, required_of
-from xpool._pickling.reducers import NEW, Context, is_message, of_module
+from xpool._pickling.by_value.reads import in_python, required_of, wraps_own
+from xpool._pickling.reducers import NEW, Context, Instead, is_message, of_module
 
 
 def _reduce_own(pickler: Context, obj: Any) -> Any:
@@ -45,6 +47,8 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
         made = reduce_object(pickler, obj)
         if made is not NotImplemented:
             return made
+    if not _has_methods(kind) and (name := name_in_package(obj)) is not None:
+        return of_module, (kind.__module__, name, kind)
     # `pickle` would ask an object that is still empty for its `__setstate__`, and call a `__new__`
     # without its arguments.
     answers = hasattr(kind, "__getattr__") and not hasattr(kind, "__setstate__")
@@ -54,6 +58,10 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
     base = None if as_usual or in_message else _builtin_base(kind)
     if base is not None:
         return _reduce_content(obj, base)
+    if origin == INSTALLED and _goes_by_function(obj):
+        return _reduce_wrapper(pickler, obj)
+    if pickler.blob and origin == INSTALLED and _goes_by_class(obj):
+        return empty_object, (kind,), _state_of(obj), None, None, set_state
     if as_usual and not (answers or incomplete):
         return NotImplemented
     if origin == INSTALLED and not found_by_name(kind):  # a class that each mock makes for itself
@@ -79,6 +87,56 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
     if pickler.home:  # the program keeps its own attributes
         return made
     return *made, _state_of(obj), None, None, set_state
+
+
+def _goes_by_function(obj: Any) -> bool:
+    """Whether a wrapper of a function of the program is reduced to the name of this function.
+
+    A worker gets the wrapper under this name, and needs its attributes.
+    """
+    kind = type(obj)
+    if not (wraps_own(obj) and _has_methods(kind) and _base_in_c(kind) is object):
+        return False
+    reduced = obj.__reduce_ex__(5)
+    texts = (reduced,) if type(reduced) is str else reduced[1]
+    module, path = obj.__module__, obj.__qualname__
+    names = path, f"{module}.{path}", f"{module}:{path}"
+    by_value = any(type(one) is FunctionType for one in texts)
+    return not by_value and any(type(one) is str and one in names for one in texts)
+
+
+def _goes_by_class(obj: Any) -> bool:
+    """Whether a descriptor is reduced to a class and its name there.
+
+    It is a part of the definition of this class, which has no attributes yet.
+    """
+    kind = type(obj)
+    if not (in_python(kind, "__reduce__") and hasattr(kind, "__set_name__")):
+        return False
+    reduced = obj.__reduce_ex__(5)
+    owner, name = (*reduced[1], None, None)[:2] if type(reduced) is tuple else (None, None)
+    return issubclass(type(owner), type) and vars(owner).get(name) is obj
+
+
+def _reduce_wrapper(pickler: Context, obj: Any) -> Any:
+    return _by_place(pickler, obj, type(obj), _state_of(obj), set_state)
+
+
+def _by_place(pickler: Context, obj: Any, kind: Any, state: Any, fill: Any) -> Any:
+    """Pickle a wrapper by its name or, in the global of this name, by its state."""
+    name = name_for(pickler, obj)
+    if name is None:
+        return empty_object, (kind,), state, None, None, fill
+    module, path = obj.__module__, obj.__qualname__
+    if pickler.group is None or "." in path or found_here(module, path) is not obj:
+        return name
+    return made_by_import, (module, path, kind), state, None, None, fill
+
+
+def made_by_import(module: str, name: str, kind: type) -> Any:
+    """Return a global of a module; a new, empty object if it is not of this class."""
+    found = getattr(import_module(module), name, None)
+    return found if type(found) is kind else empty_object(kind)
 
 
 def slots_of(kind: type) -> list[str]:
@@ -268,5 +326,52 @@ def _find_flags() -> None:
     reducers.register(sys.modules[FLAGS].FlagValues)(_reduce_flags)
 
 
+# -- wrapt's wrappers of functions ------------------------------------------------------------
+
+
+def _find_wrapt() -> None:
+    wrapt: Any = sys.modules.get("wrapt")
+    if wrapt is None:  # another `_wrappers`
+        return
+    reducers.FOR_SUBCLASSES[wrapt.FunctionWrapper] = _reduce_wrapt
+    reducers.FOR_SUBCLASSES[wrapt.BoundFunctionWrapper] = _reduce_bound
+
+
+def _reduce_wrapt(pickler: Context, obj: Any) -> Any:
+    """Pickle a wrapper with its functions.  An object of wrapt refuses to be pickled."""
+    kind: Any = type(obj)
+    base = sys.modules["wrapt"].FunctionWrapper
+    if kind.__reduce__ is not base.__reduce__ or kind.__reduce_ex__ is not base.__reduce_ex__:
+        return _reduce_own(pickler, obj)
+    # `__dict__` is that of the function.
+    found = [one for one in gc.get_referents(obj) if type(one) is dict]
+    attributes = {
+        name: value for one in found for name, value in one.items() if name.startswith("_self_")
+    }
+    state = obj.__wrapped__, obj._self_wrapper, obj._self_enabled, attributes
+    # The class names a module in C that is not imported by this name.
+    made = Instead(of_module, ("wrapt", "FunctionWrapper")) if kind is base else kind
+    return _by_place(pickler, obj, made, state, set_wrapt)
+
+
+def _reduce_bound(pickler: Context, obj: Any) -> Any:
+    """Pickle a method by its object and name."""
+    owner, name = obj._self_instance, obj.__name__
+    if owner is None:  # the method of a class
+        owner = getattr(obj, "_self_owner", None)
+    found: Any = getattr(owner, name, None)
+    if type(found) is type(obj) and found._self_parent is obj._self_parent:
+        return getattr, (owner, name)
+    return _reduce_own(pickler, obj)
+
+
+def set_wrapt(obj: Any, state: tuple[Any, ...]) -> None:
+    *parts, attributes = state
+    sys.modules["wrapt"].FunctionWrapper.__init__(obj, *parts)
+    for name, value in attributes.items():
+        setattr(obj, name, value)
+
+
+reducers.LAZY.update(dict.fromkeys(("_wrappers", "wrapt.wrappers"), _find_wrapt))
 reducers.LAZY[FLAGS] = _find_flags
 reducers.own = _reduce_own

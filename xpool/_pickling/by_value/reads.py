@@ -397,8 +397,15 @@ def _inside(one: Any) -> Iterable[Any]:
         return one.func, *one.args, *one.keywords.values()
     is_class = issubclass(type(one), type)
     if origin_of((one if is_class else kind).__module__) == INSTALLED:
-        return ()
+        return filter(callable, attributes_of(one).values()) if wraps_own(one) else ()
     return *_attributes(one), *(one.__bases__ if is_class else ())
+
+
+def wraps_own(obj: Any) -> bool:
+    """Whether an object has the name of a function of the program (`functools.update_wrapper`)."""
+    own = attributes_of(obj)
+    named = type(own.get("__module__")) is str and type(own.get("__qualname__")) is str
+    return named and origin_of(own["__module__"]) != INSTALLED
 
 
 def functions_in(attribute: Any) -> tuple[Any, ...]:

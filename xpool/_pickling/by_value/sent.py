@@ -85,7 +85,7 @@ from xpool._pickling.by_value.origin import (
     value_of,
     with_origin,
 )
-from xpool._pickling.by_value.reads import is_open, of_annotations, of_compiled, reads
+from xpool._pickling.by_value.reads import is_open, of_annotations, of_compiled, reads, wraps_own
 from xpool._pickling.by_value.registered_calls import CALLS, registered
 from xpool._pickling.frame import INLINE_BELOW, PREPARE, Layout, preparation
 from xpool._pickling.pickler import write_global, write_group
@@ -446,6 +446,8 @@ class Book:
         compared.note_cache(node, key, value)
         if node.error and path.endswith(CACHE):
             return Node(compared.NAMED, value)  # each worker calls the function itself
+        if node.error and origin == IMPORTED and wraps_own(value) and found_by_name(value):
+            return Node(compared.NAMED, value, reads(value, self._known))  # with its own results
         if node.error and "." in path and origin == IMPORTED:
             of_method = type(owner_of(key)) is FunctionType and path.count(".") > 1
             if is_part(key) or of_method or classes.is_descriptor(type(value)):
