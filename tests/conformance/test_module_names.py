@@ -619,3 +619,124 @@ def test_globals_that_functions_without_a_module_read(tmp_path):
     text = "def rate():\n    from own_config import RATE\n    return RATE"
     twin = scripts.write(tmp_path / "file_of_twin.py", text)
     assert scripts.program(tmp_path, WITHOUT_A_PLACE, twin, own_config="RATE = 7") == ""
+
+
+STUBS = {
+    "module": """
+stub = types.ModuleType("gpio")
+stub.BCM, stub.PINS = 11, [1, 2]
+LOG = []
+def setup(n):
+    stub.seen.append(n)
+    LOG.append(n)
+    return n + OFFSET
+class Pin:
+    def __init__(self):
+        self.factor = 2
+    def value(self):
+        return self.factor * stub.BCM
+OFFSET = 5
+stub.seen, stub.log = [], LOG
+stub.setup, stub.Pin, stub.first = setup, Pin, Pin()
+sys.modules["gpio"] = stub
+""",
+    "object": """
+class Gpio:
+    BCM = 11
+    class Pin:
+        def __init__(self):
+            self.factor = 2
+        def value(self):
+            return self.factor * 11
+    def __init__(self):
+        self.PINS, self.first = [1, 2], self.Pin()
+        self.seen = self.log = []
+    def setup(self, n):
+        self.seen.append(n)
+        return n + 5
+sys.modules["gpio"] = Gpio()
+""",
+    "package": """
+hardware, stub = types.ModuleType("hardware"), types.ModuleType("hardware.gpio")
+stub.BCM, stub.PINS, stub.setup = 11, [1, 2], lambda n: seen.append(n) or n + 5
+stub.seen = stub.log = seen = []
+class Pin:
+    def __init__(self):
+        self.factor = 2
+    def value(self):
+        return self.factor * stub.BCM
+stub.Pin, stub.first = Pin, Pin()
+hardware.__path__, hardware.gpio = [], stub
+sys.modules["hardware"], sys.modules["hardware.gpio"] = hardware, stub
+sys.modules["gpio"] = stub
+""",
+}
+STUBBED = """
+import sys
+import types
+import xpool
+STUB
+import device, names
+
+if __name__ == "__main__":
+    sys.modules["gpio"].PINS.append(3)
+    for task in names.read, device.read, device.shared:
+        with xpool.Pool(1) as pool:
+            assert pool.apply(task, (4,)) == task(4), (pool.apply(task, (4,)), task(4))
+            sys.modules["gpio"].PINS.append(5)
+            assert pool.apply(task, (4,)) == task(4), (pool.apply(task, (4,)), task(4))
+        pool.join()
+    print("done")
+"""
+DEVICE = """
+import gpio
+import names
+MODE = gpio.setup(gpio.BCM)
+
+class Own(gpio.Pin):
+    pass
+
+def read(n):
+    return n, MODE, Own().value(), gpio.PINS, gpio.seen, gpio.log, gpio.setup(n) - gpio.seen.pop()
+
+def shared(n):
+    return gpio.PINS is names.PINS, names.PINS is names.COPY
+"""
+NAMES = """
+from gpio import BCM, PINS, first
+COPY = PINS
+
+def read(n):
+    return n, BCM, PINS, first.value()
+"""
+MOCKED = """
+import sys
+import unittest.mock
+import xpool
+sys.modules["hardware"] = unittest.mock.MagicMock()
+sys.modules["hardware"].BCM = 11
+import device
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        print(pool.apply(device.read))
+    pool.join()
+"""
+
+
+@pytest.mark.parametrize("stub", STUBS)
+def test_a_module_made_by_hand_is_there_for_imports(stub, tmp_path):
+    """Modules that workers import may import it, and names from it, as in the program."""
+    scripts.write(tmp_path / "device.py", DEVICE)
+    scripts.write(tmp_path / "names.py", NAMES)
+    text = STUBBED.replace("STUB", STUBS[stub])
+    assert scripts.run_ok([scripts.write(tmp_path / "main.py", text)]) == "done\n"
+
+
+def test_a_mock_in_the_place_of_a_module(tmp_path):
+    """Modules that workers import may import it, and use it at once."""
+    device = "import hardware\nMODE = hardware.BCM\n"
+    device += "hardware.setup(MODE)\ndef read():\n    return MODE, hardware.BCM\n"
+    scripts.write(tmp_path / "device.py", device)
+    out = scripts.run_ok([scripts.write(tmp_path / "main.py", MOCKED)])
+    assert out == "(11, 11)\n"

@@ -6,6 +6,7 @@ import functools
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from xpool._calls.options import label
@@ -151,6 +152,11 @@ class Packer:
         except TaskNotPicklable as exc:
             raise TaskNotPicklable(f"{name}: {exc}") from exc
         return payload if isinstance(payload, bytes) else bytes(payload)
+
+    def refer(self, obj: Any) -> Any:
+        """Return a part of an initializer with references to globals of the program."""
+        late = import_module("xpool._pickling.by_value.by_global")  # few pools need it
+        return late.referred(obj, self.layout.arena is not None)
 
     def pack_context(self, name: str, context: Any) -> bytes:
         """Pickle the context of a worker, which all its tasks use."""

@@ -213,11 +213,10 @@ class Pool(BasePool):
 
     def _make_engine(self, launcher: Launcher) -> EngineProtocol:
         options = self._options
-        blob, inherited = None, None
+        inherited, whole = None, (self.initializer, *self.initargs)
+        referred = whole if self.initializer is None else self._packer.refer(whole)
         try:
-            blob = self._packer.pack_option(
-                "initializer or initargs", (self.initializer, self.initargs)
-            )
+            blob = self._packer.pack_option("initializer or initargs", (referred[0], referred[1:]))
         except Exception as exc:  # of any object's own __reduce__
             if not launcher.inherits:
                 if not _only_by_inheritance(exc):
@@ -226,7 +225,8 @@ class Pool(BasePool):
                 launcher = _find_inheriting_launcher(method)
             inherited = self.initializer, self.initargs
             # Send the globals that the initializer uses: tasks must not set them again.
-            blob = self._packer.pack_option("initializer", self.initializer)
+            named = {n: one for n, one in enumerate(referred) if one is not whole[n]}
+            blob = self._packer.pack_option("initializer", (referred[0], named))
         if launcher.inherits and multiprocessing.current_process().daemon:
             raise OptionError(
                 "multiprocessing would start the workers of this pool, which is made in a worker "

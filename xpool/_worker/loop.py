@@ -188,12 +188,12 @@ class _Worker:
             atexit.register(end)
         # Unpickle it even if it is inherited: the message brings the globals of `__main__` too.
         sent: Any = None if config["initializer"] is None else decode(config["initializer"])
-        if inherited is None:
-            initializer, initargs = sent
-        elif config["forked"]:
-            initializer, initargs = inherited
-        else:  # `multiprocessing` has sent the arguments
-            initializer, initargs = sent, inherited[1]
+        initializer, initargs = sent
+        if inherited is not None:  # `multiprocessing` has sent the arguments
+            named = initargs  # those that are globals of the program
+            if config["forked"] and 0 not in named:
+                initializer = inherited[0]
+            initargs = [named.get(n, one) for n, one in enumerate(inherited[1], 1)]
         if settings.ignores:
             settings.imports_done()
         if initializer is not None:

@@ -190,7 +190,7 @@ def _by_path(module: str, path: str) -> Any:
     # The pickler looks in `sys.modules`, where a module that the program has made may be missing.
     # A child of `multiprocessing` has the main module under another name.
     own = module == canonical(module) and module in sys.modules and _has_package(module)
-    return path if own else (_get, (canonical(module), path))
+    return path if own else (get_global, (canonical(module), path))
 
 
 def _has_package(module: str) -> bool:
@@ -227,7 +227,7 @@ def _of_static(obj: Any, module: str, path: str) -> Any:
     # function must not take the place of its inner function.
     found = found_here(module, path)
     if type(found) is type(obj) and not hasattr(found, "__wrapped__"):
-        return _get, (module, path)
+        return get_global, (module, path)
     return None
 
 
@@ -243,7 +243,7 @@ def _for_program(obj: Any, module: str, path: str) -> Any:
         return None
     if found_here(module, path) is not obj:
         return None
-    return path if module == "__main__" else (_get, (module, path))
+    return path if module == "__main__" else (get_global, (module, path))
 
 
 def of_program(token: str, module: str, path: str) -> Any:
@@ -252,7 +252,7 @@ def of_program(token: str, module: str, path: str) -> Any:
     Another program, which opens a journal, finds it by its name.
     """
     entry = registry.lookup(token)
-    return _get(module, path) if entry is None else entry.ref()
+    return get_global(module, path) if entry is None else entry.ref()
 
 
 def original(obj: Any) -> Any:
@@ -273,7 +273,7 @@ def script_top() -> Any:  # imported late, because few workers send, and it impo
 
 def original_of(module: str, name: str) -> Any:
     """Return what the import of an installed module makes under a name."""
-    there = _get(module, name)
+    there = get_global(module, name)
     if not main.is_forked():
         return originals.get((module, name), there)
     # This process has inherited what the program has assigned.
@@ -285,7 +285,7 @@ def original_of(module: str, name: str) -> Any:
     return next((one for one in found if (one.__module__, one.__qualname__) == place), there)
 
 
-def _get(module_name: str, path: str) -> Any:
+def get_global(module_name: str, path: str) -> Any:
     return attrgetter(path)(find_module(module_name) or import_module(module_name))
 
 
