@@ -118,6 +118,38 @@ def test_torchrun(ranks: Ranks):
     assert ranks.run(3, at_environment, free_port()) == [3, 3, 3]
 
 
+AGENT = """
+import time
+import torch.distributed
+
+store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(3600)  # until the test kills it
+"""
+
+
+def in_attempt(rank: int, port: int, attempt: int) -> float:
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=str(attempt))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    with World(f"w{rank}", dist_timeout=60) as world:
+        world.create_rpc_group("joined", world.get_members()).barrier()
+        if attempt == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return both_kinds(world)
+
+
+def test_torchrun_starts_the_ranks_again(ranks: Ranks):
+    """The store of torchrun outlives the ranks: those of the next attempt do not meet the names of
+    the first one there."""
+    with popen(["-c", AGENT]) as agent:
+        assert agent.stdout is not None
+        port = int(agent.stdout.readline())
+        assert all(isinstance(one, WorkerDied) for one in ranks.run(2, in_attempt, port, 0))
+        assert ranks.run(2, in_attempt, port, 1) == [1, 1]
+        agent.kill()
+
+
 def one_kind(rank: int, address: str, kind: str) -> str:
     options = {"init_dist": kind == "dist", "init_rpc": kind == "rpc"}
     where = {f"{kind}_init_method": address}

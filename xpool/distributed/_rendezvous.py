@@ -204,7 +204,7 @@ class _Opening:
         # As torch's own handler, but without its wait for all ranks: its error names no rank.
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         options = {"use_libuv": False} if os.environ.get("USE_LIBUV") == "0" else {}
-        return dist.TCPStore(
+        store = dist.TCPStore(
             host,
             port,
             self._world_size,
@@ -214,6 +214,10 @@ class _Opening:
             multi_tenant=True,
             **options,
         )
+        # torchrun's store outlives the ranks, which torchrun may start again.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        is_env = urlparse(self._address).scheme == "env"
+        return dist.PrefixStore(f"attempt {attempt}", store) if is_env else store
 
     def _await_name(self, host: str) -> None:
         """Wait until a host name has an address: a service's name may get its address late."""
