@@ -111,6 +111,11 @@ class TaskNotPicklable(XPoolError, pickle.PicklingError):
     """The function or an argument cannot be sent to a worker.  ``__cause__`` is the reason."""
 
     parts: tuple[str, str, str, str] | None = None  # the object, its place, the reason, advice
+    culprit: Any = None  # the object, until its place is known
+
+
+START_OF_WORKER = "The start of the worker, with its initializer,"
+"""The ``task`` of a `TaskTimeout` that says that a worker did not start in time."""
 
 
 class TaskTimeout(XPoolError, TimeoutError):
@@ -161,13 +166,14 @@ class TaskTimeout(XPoolError, TimeoutError):
             if self.stopped
             else "and runs on: a thread cannot be stopped, another has taken its place"
         )
+        option = "initializer_timeout=" if self.task == START_OF_WORKER else "timeout="
         imports = (
             "It was importing a module; xpool.preload() imports modules before tasks begin. "
             if self.stopped and "<frozen importlib._bootstrap>" in self.stack
             else ""
         )
         return (
-            f"{self._what()} {end}; give it a longer timeout=, or find out why it takes so long. "
+            f"{self._what()} {end}; give it a longer {option}, or find out why it takes so long. "
             f"{imports}{where}"
         )
 

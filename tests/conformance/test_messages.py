@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 
 import pytest
 from support import scripts, work
@@ -23,6 +24,7 @@ from xpool import (
     TaskNotPicklable,
     TaskTimeout,
     ThreadPool,
+    WorkerStartFailed,
 )
 from xpool.devices import Host, devices
 from xpool.queue import SimpleQueue
@@ -87,6 +89,55 @@ def test_the_cause_is_said_once(process_kind, make_pool):
         pool.apply(work.echo, ((x for x in ()),))
     assert isinstance(caught.value.__cause__, TypeError)
     assert caught.value.__cause__.__context__ is None
+
+
+@pytest.mark.torch
+def test_a_tensor_with_a_graph(process_kind, make_pool):
+    """The error says where the tensor is, as a tensor in a result does, before the long result."""
+    import torch
+
+    pool = make_pool(process_kind, 1)
+    loss = torch.ones(2, requires_grad=True) * 2
+    with pytest.raises(
+        TaskNotPicklable, match=r"at \['loss'\] in argument 0 of echo\(\): .* Send x\.detach"
+    ):
+        pool.apply(work.echo, ({"net": {}, "loss": loss},))
+    with pytest.raises(ResultNotPicklable, match=r"^The result cannot be .* at \[0\]: ") as caught:
+        pool.apply(make_loss)
+    said = str(caught.value)
+    assert "Return x.detach(). The result is" in said and "Return data" not in said
+
+
+def make_loss(*_):
+    import torch
+
+    return [torch.ones(2, requires_grad=True) * 2, "x" * 1000]
+
+
+EVENTS = """
+    import threading
+    from xpool import Pool
+
+    ready = [threading.Event()]
+    lock = threading.RLock()
+
+    def look(x):
+        return ready[0].is_set(), lock
+
+    if __name__ == "__main__":
+        with Pool(1) as pool:
+            pool.map(lambda x: bool(look(x)), [1])
+"""
+
+
+def test_locks_of_threads_in_globals(tmp_path):
+    """The warning names the object that the program has made, and its counterpart."""
+    script = scripts.write(tmp_path / "script.py", EVENTS)
+    err = scripts.run([script]).stderr
+    assert "own copy of the Event 'ready[0]' of __main__" in err, err
+    assert "pass a multiprocessing.Event in initargs=" in err, err
+    assert "own copy of the lock 'lock' of __main__" in err, err
+    assert "pass a multiprocessing.RLock in initargs=" in err, err
 
 
 class Refusing:
@@ -235,6 +286,23 @@ def test_arguments_of_verbs(call, says):
     """The error names the verb and the argument, and says what to write."""
     with ThreadPool(1) as pool, pytest.raises(TypeError, match=says):
         call(pool)
+
+
+def test_a_slow_initializer(make_pool):
+    """The error names the option that gives a worker's start more time."""
+    pool = make_pool(Pool, 1, time.sleep, (60,), initializer_timeout=0.2)
+    with pytest.raises((WorkerStartFailed, PoolClosed), match="a longer initializer_timeout=, or"):
+        pool.apply(abs, (1,))
+
+
+def test_limits_that_are_too_short(make_pool):
+    """The error says which value means that there is no limit."""
+    pool = make_pool(Pool, 1, task_timeout=60)
+    for call in (lambda: pool.apply(abs, (1,), timeout=0), lambda: pool.run_all(abs, 1, timeout=0)):
+        with pytest.raises(OptionError, match="not 0; infinity means no limit, and None the pool"):
+            call()
+    with pytest.raises(OptionError, match="task_timeout .* not 0; None means no limit"):
+        Pool(1, task_timeout=0)
 
 
 @pytest.mark.parametrize("timeout", ["5", [1]])

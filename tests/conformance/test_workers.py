@@ -209,6 +209,31 @@ def test_a_context_is_entered(make_pool, name):
 
 
 @pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"A": 1}, r"worker_contexts\[1\]\.env\['A'\] must be a str, .* not 1"),
+        ({1: "A"}, r"a name in worker_contexts\[1\]\.env must be a str, not 1"),
+        (["A"], r"worker_contexts\[1\]\.env must be a mapping .* not \['A'\]"),
+    ],
+)
+def test_wrong_variables_of_a_context(env, says):
+    """A context whose variables are no strings is refused by name."""
+    from xpool import CtxPool
+
+    contexts = [types.SimpleNamespace(env=one) for one in ({"A": None}, env)]
+    with pytest.raises(TypeError, match=says):
+        CtxPool(worker_contexts=contexts)
+
+
+def test_contexts_in_place_of_a_number():
+    """The error names the argument for contexts."""
+    from xpool import CtxPool
+
+    with pytest.raises(TypeError, match="not a list; .* write worker_contexts="):
+        CtxPool([{}])
+
+
+@pytest.mark.parametrize(
     ("name", "value"), [("env", {"OMP_NUM_THREADS": "1"}), ("cpus", (0,)), ("cpus", [0])]
 )
 def test_threads_are_not_bound(name, value):

@@ -179,6 +179,29 @@ def test_workers_follow_their_parents_cores():
     assert scripts.run_ok(["-c", code]) == "True\n"
 
 
+def number_of_threads(context: Bound) -> tuple[int, str | None]:
+    import torch
+
+    return torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(sys.platform != "linux", reason="affinity masks are Linux's")
+@pytest.mark.parametrize("method", METHODS)
+def test_no_more_threads_than_cores(
+    make_pool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, method: str
+):
+    """A worker with `cpus` has one thread for each of them, unless the program sets a number."""
+    context = Bound()
+    context.cpus = (max(os.sched_getaffinity(0)),)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    pool = make_pool(CtxPool, worker_contexts=[context], context=method)
+    assert pool.apply(number_of_threads) == (1, "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    pool = make_pool(CtxPool, worker_contexts=[context], context=method)
+    assert pool.apply(number_of_threads) == (1 if method == "fork" else 2, "2")
+
+
 class Unopenable:
     """A device that another process uses."""
 

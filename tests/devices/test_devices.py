@@ -63,6 +63,12 @@ def test_the_users_number_wins(monkeypatch: pytest.MonkeyPatch, value: str, thre
     assert threads == 1 or context.env == {}
 
 
+def test_a_number_in_place_of_a_kind():
+    """The error says how to ask for a number of devices."""
+    with pytest.raises(TypeError, match=r'not 2; did you mean devices\("cpu", 2\)'):
+        devices(2)  # type: ignore[arg-type]
+
+
 EIGHT = Host(cpus=tuple(range(8)))
 MAC = Host(cpus=tuple(range(8)), metal=True, packages={"torch": "2.13.0"})
 

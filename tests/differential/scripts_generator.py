@@ -495,7 +495,7 @@ def _kind(part: Part, wanted: str, found: str, error: str, err: str, forked: boo
             return "confusing error"
         return "refused by name" if said.unsent or part.other else "refused without need"
     # The warning names the lock: one of this statement ends in its number.
-    if re.search(rf"own copy of the lock '\w+[a-z_]{part.number}\b", err):
+    if re.search(rf"own copy of the \w+ '\w+[a-z_]{part.number}\b", err):
         return "refused by name"
     inherited = forked and said.unsent  # a fork has it, as the docs say
     return "documented" if said.differs or inherited else "different in silence"

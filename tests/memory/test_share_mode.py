@@ -148,6 +148,7 @@ def test_a_global_is_copied_with_a_warning(
     assert counts.tolist() == [1, 1]
     (said,) = recwarn
     assert f"a copy of the global 'counts' of {__name__}" in str(said.message)
+    assert "make the pool with is_copy_tensor=False and pass it as an argument" in str(said.message)
 
 
 def test_views_and_modules(sharing: Any) -> None:

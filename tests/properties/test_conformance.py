@@ -52,6 +52,20 @@ def test_the_documented_pool_passes():
     check_hooks(space["QueuePool"])
 
 
+def test_the_bug_of_the_testing_page_is_found():
+    """The pool in docs/testing.md sends the error of task 1 as that of task 0."""
+    page = (Path(__file__).parents[2] / "docs" / "testing.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"<!-- my_pool.py -->\n```python\n(.*?)```", page, re.DOTALL)
+    for mend in (False, True):
+        space = {"__name__": "page"}
+        exec(text.replace("put((job, 0,", "put((job, chunk,") if mend else text, space)
+        if mend:
+            check_hooks(space["RoundPool"])
+        else:
+            with pytest.raises(AssertionError, match="imap of a value and an error"):
+                check_hooks(space["RoundPool"], limit=1)
+
+
 def test_later_histories_wait_less(monkeypatch):
     """After the first hang of an answer or of `join`, later histories have a short limit."""
     for act in ("expect", "ends"):

@@ -67,8 +67,11 @@ def check_bytes(name: str, value: Any, *, least: int = 1) -> int:
     return check_count(name, size, least=least)
 
 
-def check_seconds(name: str, value: Any) -> float | None:
-    """Return ``value`` as seconds above 0, or None (no limit) for None and infinity."""
+def check_seconds(name: str, value: Any, endless: str = "None means no limit") -> float | None:
+    """Return ``value`` as seconds above 0, or None (no limit) for None and infinity.
+
+    ``endless``: says, for errors, which value means that there is no limit.
+    """
     if value is None:
         return None
     if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
@@ -76,10 +79,15 @@ def check_seconds(name: str, value: Any) -> float | None:
     try:
         seconds = float(value)
     except OverflowError:
-        raise OptionError(f"{name} is too large; pass None for no limit") from None
+        raise OptionError(f"{name} is too large; {endless}") from None
     if not seconds > 0:  # refuses NaN, too
-        raise OptionError(f"{name} must be above 0 seconds, not {value!r}; None means no limit")
+        raise OptionError(f"{name} must be above 0 seconds, not {value!r}; {endless}")
     return None if seconds == math.inf else seconds
+
+
+def check_timeout(name: str, value: Any) -> float | None:
+    """Check the ``timeout=`` of a verb: None means the pool's ``task_timeout``."""
+    return check_seconds(name, value, "infinity means no limit, and None the pool's task_timeout")
 
 
 def check_priority(name: str, value: Any) -> float:
@@ -269,7 +277,7 @@ def label(func: Callable[..., Any]) -> str:
 class CallOptions(TypedDict, total=False):
     """Keywords of all verbs that submit tasks.  `BasePool.apply` describes them."""
 
-    timeout: Annotated[float | None, check_seconds]
+    timeout: Annotated[float | None, check_timeout]
     retries: Annotated[int, functools.partial(check_count, least=0)]
     retry_on: Annotated[Exceptions, check_exceptions]
     priority: Annotated[float, check_priority]

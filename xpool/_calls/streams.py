@@ -133,6 +133,7 @@ class IMapIterator(Iterator[T]):
         self.returns_errors = False
         # The job, and the flow control of its input.
         self.cancelling: tuple[Stream, Any] | None = None
+        self._cancelled = False
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.label}>"
@@ -173,7 +174,8 @@ class IMapIterator(Iterator[T]):
             buffer, got = self.buffer, False
             value: Any
             try:
-                # A loop, because if a signal handler raises after a call, the value is lost.
+                # A loop and not a call: a signal handler may raise between the end of a call and
+                # the assignment of its value, and then the value is lost.
                 for value in buffer.take:
                     got = True
                     try:
@@ -228,18 +230,19 @@ class IMapIterator(Iterator[T]):
         return next_of(self)
 
     def cancel(self) -> bool:
-        """Cancel the remaining tasks.  Return False if all have been answered.
+        """Cancel the remaining tasks.  Return False if all have been answered before.
 
         `next` returns the results that have arrived, and then raises `TaskCancelled`.  Running
         tasks are stopped as by `AsyncResult.cancel`, and no more input is drawn.
         """
         pool, cancelling = self._pool, self.cancelling
         if pool is None or cancelling is None:
-            return False
+            return self._cancelled
         job, flow = cancelling
-        cancelled: bool = pool._submitter.cancel(job)
+        if pool._submitter.cancel(job):
+            self._cancelled = True
         flow.stop()
-        return cancelled
+        return self._cancelled
 
     def close(self) -> None:
         """Cancel the remaining tasks, as `cancel`.  `contextlib.closing` calls this."""

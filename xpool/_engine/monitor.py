@@ -40,7 +40,7 @@ from xpool._wire.wire import (
     stop_frame,
     tasks_frame,
 )
-from xpool.errors import TaskTimeout
+from xpool.errors import START_OF_WORKER, TaskTimeout
 
 STOP_GRACE_SECONDS = 0.1
 """Seconds between asking a worker to stop and killing it."""
@@ -687,6 +687,6 @@ class WorkerMonitor:
             return
         if starts and worker.reason is None:  # else the initializer has failed
             # Record it first: the pool reads the reason when the process has ended.
-            task, limit = "The start of the worker, with its initializer,", self._start_limit or 0.0
-            worker.failed(TaskTimeout(limit, worker.index, worker.pid, task, own_part(stack)))
+            limit, stack = self._start_limit or 0.0, own_part(stack)
+            worker.failed(TaskTimeout(limit, worker.index, worker.pid, START_OF_WORKER, stack))
         self.condemn(worker)

@@ -371,7 +371,9 @@ def alive(fd: int, attachment: int) -> bool:
 
 
 def taken(fd: int, attachment: int) -> bool:
-    """Whether the process with an attachment is alive, or messages of it are in transit."""
+    """Whether the process that has this attachment is alive, or has sent a message that was not yet
+    received.
+    """
     return _locked(fd, attachment * _SPAN, _SPAN)
 
 

@@ -78,6 +78,26 @@ def refusal(
     return refused
 
 
+def refused(culprit: Any, about: str, why: str, hint: str) -> TaskNotPicklable:
+    """Return the error of a reducer for an object; `locate` adds the object's place."""
+    what = about[:1].lower() + about[1:]
+    error = TaskNotPicklable(_text(what, "", why, hint))
+    error.parts, error.culprit = (what, "", why, hint), culprit
+    return error
+
+
+def locate(error: BaseException, obj: Any) -> None:
+    """Let an error of `refused` say where in ``obj`` the refused object is."""
+    culprit = getattr(error, "culprit", None)
+    if not isinstance(error, TaskNotPicklable) or culprit is None or error.parts is None:
+        return
+    error.culprit = None  # the error may outlive it
+    what, _, why, hint = error.parts
+    path = path_to(obj, culprit).lstrip(".")
+    error.parts = what, path, why, hint
+    error.args = (_text(what, at(path), why, hint),)
+
+
 def _is_deep() -> bool:
     """Whether the stack of this thread takes most of the recursion limit."""
     frame, depth = sys._getframe(), 0

@@ -337,6 +337,7 @@ def _after(error: Exception, obj: Any, **options: Any) -> Pickled:
     """Pickle with dill's pickler an object for which the C pickler has raised an error."""
     # If a reducer of xpool has refused the object, or memory is short, dill would fail, too.
     if isinstance(error, (XPoolError, MemoryError)):
+        diagnose.locate(error, obj)
         raise error
     # After other errors than these, dill cannot pickle the object either.
     usual = isinstance(error, (PicklingError, TypeError, AttributeError))
@@ -344,7 +345,8 @@ def _after(error: Exception, obj: Any, **options: Any) -> Pickled:
         raise diagnose.refusal(obj, error, fails)
     try:
         return _finish(_run_dill(obj, **options), _run_dill, obj, **options)
-    except (XPoolError, MemoryError):
+    except (XPoolError, MemoryError) as second:
+        diagnose.locate(second, obj)
         raise
     except Exception as second:
         if by_handler(second):

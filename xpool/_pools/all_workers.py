@@ -8,7 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from xpool import errors
-from xpool._calls.options import TaskOptions, check_seconds, label
+from xpool._calls.options import TaskOptions, check_timeout, label
 from xpool._calls.results import (
     Job,
     PickledResult,
@@ -107,7 +107,7 @@ class AllWorkers:
         ``patience``: seconds in which the others may end by themselves after one has failed.
         """
         __tracebackhide__ = True
-        timeout = self._task_timeout if timeout is None else check_seconds("timeout", timeout)
+        timeout = self._task_timeout if timeout is None else check_timeout("timeout", timeout)
         jobs, engine = self._submitter.jobs, self._submitter.engine
         job: AllWorkersResult | None = None
         try:

@@ -84,6 +84,7 @@ def worker_config(
     def config(index: int, generation: int, attachment: int | None) -> bytes:
         program, process = main(), multiprocessing.current_process()
         index += first
+        bound = spec.cpus[index] if spec.cpus else ()
         message = {
             **spec.options,
             "index": index,
@@ -93,7 +94,7 @@ def worker_config(
             "environ": _environment(),
             # Workers that `resize` has added have no context.
             "bind": spec.binds[index] if index < len(spec.binds) else {},
-            "cpus": (spec.cpus[index] if spec.cpus else ()) or _own_cpus(),
+            "cpus": bound or _own_cpus(),
             "cwd": _folder(),
             # Workers of a frozen program may be another Python, with a path of its own.
             "path": None if is_frozen() else search_path(sys.path),
@@ -104,7 +105,7 @@ def worker_config(
             "authkey": bytes(process.authkey),
             # Includes the generation, so that a replacement draws other random numbers.
             "seed": spec.seed + f"/{index}/{generation}".encode(),
-            "threads": spec.threads,
+            "threads": min(spec.threads, len(bound) or spec.threads),
             "forked": launcher.forks,
             "initializer": _plain(spec.initializer, attachment),
             "arena": None if arena is None else arena.facts(attachment or 0, limit),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -59,6 +60,11 @@ class ContextVerbs(PublicVerbs[C]):
     ) -> int | None:
         """Keep the contexts; return the number of workers."""
         __tracebackhide__ = True
+        if isinstance(processes, (list, tuple)):
+            raise TypeError(
+                f"processes must be a number, not a {type(processes).__name__}; to give each "
+                "worker a context, write worker_contexts="
+            )
         if contexts is None:
             self._contexts = [None] * resolve_processes(processes)
         else:
@@ -142,6 +148,7 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
             self._contexts = list(contexts or ()) or None
             return processes
         n = super()._take_contexts(contexts, processes, maxtasksperchild, options)
+        _check_env(self._contexts or ())
         self._processes = shared_processes(self._contexts or ())
         self._is_group = any(getattr(context, "group", 0) for context in self._contexts or ())
         if self._is_group and maxtasksperchild is not None:
@@ -154,6 +161,25 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
             files = "files" if options.get("output") == "files" else None
             _refuse(maxtasksperchild=maxtasksperchild, seed=options.get("seed"), output=files)
         return n
+
+
+def _check_env(contexts: Sequence[Any]) -> None:
+    __tracebackhide__ = True
+    for i, context in enumerate(contexts):
+        env = getattr(context, "env", None) or {}
+        if not isinstance(env, Mapping):
+            raise TypeError(
+                f"worker_contexts[{i}].env must be a mapping of environment variables, not "
+                f"{reprlib.repr(env)}"
+            )
+        for name, value in env.items():
+            if not isinstance(name, str):
+                raise TypeError(f"a name in worker_contexts[{i}].env must be a str, not {name!r}")
+            if not (value is None or isinstance(value, str)):
+                raise TypeError(
+                    f"worker_contexts[{i}].env[{name!r}] must be a str, or None to delete the "
+                    f"variable, not {reprlib.repr(value)}"
+                )
 
 
 def shared_processes(contexts: Sequence[Any]) -> list[list[int]]:

@@ -140,7 +140,7 @@ class Packer:
     def pack_option(self, name: str, obj: Any, told: Told = SETTINGS, later: bool = False) -> bytes:
         """Pickle an object that every worker, including replacements, gets at its start.
 
-        ``later``: workers open it at any time, and it must not set globals that they have.
+        ``later``: workers open the message at any time, so it must not set globals that they have.
         """
         if pending:
             deliver()
@@ -229,7 +229,7 @@ class EngineSubmitter(HookSubmitter):
         super().__init__(pool, jobs)
         self.engine, self.packer, self.worker = engine, packer, worker
         self.take: Callable[[deque[Result]], object] = jobs.take
-        """Delivers the answers that a caller has received."""
+        """A caller that waits in `call` receives answers, and passes them to this function."""
 
     def name_of(self, func: Any) -> str:
         name = super().name_of(func)

@@ -112,6 +112,11 @@ class Journal:
         self._taken: set[int] = set()  # hashes of the keys that `key=` returned
         # Make it absolute: SQLite makes a database without a file for "" and ":memory:".
         self.path = os.path.abspath(os.fsdecode(path))
+        folder = os.path.dirname(self.path)
+        if os.path.isdir(self.path):
+            raise OptionError(f"the journal {self.path} is a folder; give the path of a file")
+        if not os.path.isdir(folder):
+            raise OptionError(f"the folder of the journal {self.path} is missing; make {folder}")
         self._name = name_of(func)
         self._identity = Identity()
         # None: the version identifies the function, so its parts are not computed.

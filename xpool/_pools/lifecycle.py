@@ -44,6 +44,8 @@ class Lifecycle:
         """Raise `PoolClosed`, with the reason, unless the pool takes work."""
         if self.state is PoolStates.RUN:
             return
+        if type(self.failure) is PoolClosed:  # this process was forked
+            raise PoolClosed(str(self.failure))
         if self.failure is not None:
             cause = exception_in(self.failure)
             raise PoolClosed(f"The pool has failed: {self.failure}") from cause

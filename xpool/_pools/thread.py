@@ -161,7 +161,8 @@ def _deliverer(jobs: JobTable) -> Callable[[int, int, bool, Any], None]:
             release()
             if future is not None:
                 complete_future(future)
-            # Now: this may run a finalizer, which may wait for another result.
+            # Delete them after the release: this may run a finalizer, which may wait for another
+            # result.
             del one, future
         if error is not None:
             try:

@@ -42,7 +42,7 @@ class WorkerGroup:
         timeout: float,
     ) -> None:
         self.backend, self.generation = backend, 0
-        seconds = check_seconds("timeout", timeout)
+        seconds = check_seconds("timeout", timeout, "it must be finite")
         if seconds is None:
             raise OptionError("timeout must be finite: torch does not wait for ever")
         self.timeout = seconds

@@ -22,8 +22,8 @@ class ResultNotPicklable(XPoolError, MaybeEncodingError, PicklingError):  # type
 
     def __str__(self) -> str:
         return (
-            f"The result {self.value} cannot be sent back from the worker: {self.why or self.exc}. "
-            f"{self.advice}"
+            f"The result cannot be sent back from the worker: {self.why or self.exc}."
+            f"{self.advice and ' '}{self.advice} The result is {self.value}"
         )
 
 

@@ -535,6 +535,7 @@ _ADVICE = (
     ("TextIOWrapper object", "Return the file's path."),
     ("BufferedReader object", "Return the file's path."),
     ("BufferedWriter object", "Return the file's path."),
+    ("tensor", "Return x.detach()."),
 )
 """What to return in place of some objects."""
 
@@ -548,6 +549,8 @@ def refused(exc: BaseException, value: Any) -> bytes | memoryview:
         what, path, why, _ = exc.parts
         failure.why = f"{what}{at(path)}: {why}"
         failure.advice = next((a for kind, a in _ADVICE if f" {kind} " in what), failure.advice)
+    elif isinstance(exc, TaskNotPicklable) and reason is None:  # its text says what to do
+        failure.why, failure.advice = str(exc).rstrip("."), ""
     payload = encode_exception(failure, traceback_of(exc))
     # The frames hold each other and the objects that they pickled, such as tensors on a device.
     raised, seen = list[BaseException | None]([exc]), set[int]()

@@ -1,8 +1,9 @@
 """The code of a worker of `xpool.spawn` or `xpool.xla.spawn`: it runs one function, once.
 
-Such workers share, from their start, one host copy of a model and a lock to take turns.  Both use
-an anonymous file of the process that made them, which other processes open by its path under /proc.
-The lock is the kernel's (``flock``), which releases it when its holder dies.
+From their start, such workers share one copy of a model in the memory of the host.  They also share
+a lock, by which they take turns.  Both use an anonymous file of the process that made them.  Other
+processes open this file by its path under /proc.  The lock is the kernel's (``flock``), which
+releases it when its holder dies.
 """
 
 from __future__ import annotations

@@ -166,7 +166,10 @@ class EpochSpec(NamedTuple):
 
 
 class Base(NamedTuple):
-    """A place in a worker's part of the dataset, and its state.  A replacement begins there."""
+    """A place in a worker's part of the dataset, and the state of the dataset there.
+
+    The process that replaces the worker begins at this place.
+    """
 
     place: int = 0  # number of batches of this part before this place
     state: bytes | None = None  # pickled; None: the state at the beginning

@@ -94,6 +94,9 @@ def devices(
         OptionError (a `ValueError`): an argument is invalid.
         TypeError: ``n``, ``per_worker`` or ``per_process`` is not an integer.
     """
+    if not isinstance(kind, str):
+        hint = f'; did you mean devices("cpu", {kind})?' if isinstance(kind, int) else ""
+        raise TypeError(f'kind must be a str such as "cuda" or "cpu", not {kind!r}{hint}')
     if kind not in ("auto", *KINDS):
         hint = ""
         if kind[:3] in ("gpu", "cud", "hip", "amd"):

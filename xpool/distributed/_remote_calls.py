@@ -369,8 +369,8 @@ def leave(
 ) -> None:
     """Send ``farewell(name)`` to each rank that is not lost; then answer the held calls."""
     there = peers.leave()
-    # A rank heeds only the first message about a loss, and only the farewell says which collectives
-    # were completed.  So it is sent before the held calls are answered.
+    # A rank uses only the first message that says that this rank is lost.  Only the farewell says
+    # which collectives were completed.  So the farewell is sent before the held calls are answered.
     if farewell is not None:
         for name in there:
             try:

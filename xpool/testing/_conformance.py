@@ -168,6 +168,14 @@ def _use_to_the_end(make: Callable[..., Any], report: _Report, limit: float) -> 
     raised = _within(report, "get() of a task that raises", lambda: _error(error, limit), limit)
     if raised is not None and not (isinstance(raised, TaskError) and raised.args == (7,)):
         report.say(f"a task that raised TaskError(7) is answered with {raised!r}")
+    what = "imap of a value and an error"
+    ended = _within(report, what, functools.partial(_drawn_to_error, pool.imap), limit)
+    if ended is None:  # the error belongs to no task of the job, and the pool may hang
+        pool.terminate()
+        _within(report, "join() after terminate()", pool.join, limit)
+        return
+    if repr(ended) != "[0, TaskError(7)]":
+        report.say(f"{what} gave {ended}")
     waiting = [pool.apply_async(perform, (spec,)) for spec in specs]
     pool.close()
     _within(report, "join() after close()", pool.join, limit)
@@ -206,6 +214,16 @@ def _use_terminate(make: Callable[..., Any], report: _Report, limit: float) -> N
 
 def _drawn(verb: Callable[..., Any], specs: list[Any]) -> list[Any]:
     return list(verb(perform, specs))
+
+
+def _drawn_to_error(verb: Callable[..., Any]) -> list[Any]:
+    """Return the results of two tasks; the second task raises an error, which takes its place."""
+    got: list[Any] = []
+    try:
+        got.extend(verb(perform, [("value", 0, None), ("error", 7, None)]))
+    except TaskError as exc:
+        got.append(exc)
+    return got
 
 
 def _error(result: Any, limit: float) -> BaseException:

@@ -72,25 +72,49 @@ def warn_of(key: Key, value: Any, group: Group) -> None:
     owned = _owned_by_libraries(group.objects or []) if locks else ()
     locks = [lock for lock in locks if id(lock) not in owned]
     if locks:
-        path = key[1].replace(f".{CACHE}", "(...)") + path_to(value, locks[0])
+        holder = _holder(group.objects or [], locks[0])
+        path = key[1].replace(f".{CACHE}", "(...)") + path_to(value, holder)
+        kind, what = type(holder).__name__, "lock"
+        fault = "tasks of two workers can hold it at the same time. To prevent that"
+        if holder is not locks[0]:
+            what = kind
+            fault = "tasks of other workers do not see what a task does with it. To share one"
         _once(
             key,
             "lock",
-            f"Each worker has its own copy of the lock {path!r} of {key[0]}, so tasks of "
-            "two workers can hold it at the same time. To prevent that, pass a "
-            "multiprocessing.Lock in initargs=; if it is for the threads of one task, ignore this "
-            "warning.",
+            f"Each worker has its own copy of the {what} {path!r} of {key[0]}, so {fault}, pass a "
+            f"multiprocessing.{'Lock' if kind == 'lock' else kind} in initargs=; if it is for the "
+            "threads of one task, ignore this warning.",
         )
     mapped = set(map(id, group.mapped))
     copied = (one for one in arrays_among(group.objects or []) if id(one) not in mapped)
-    if any(map(_is_shared, copied)):
+    shared = next(filter(_is_shared, copied), None)
+    if shared is not None:
+        remedy = "make an array in a multiprocessing.shared_memory.SharedMemory"
+        if hasattr(shared, "is_shared"):  # a tensor
+            remedy = "make the pool with is_copy_tensor=False and pass it as an argument"
         _once(
             key,
             "memory",
             f"Workers get a copy of the global {said(key)}, also with is_copy_tensor=False. To "
-            "share its memory, pass it to the function as an argument, or to an initializer in "
-            "initargs=.",
+            f"share its memory, {remedy}.",
         )
+
+
+def _holder(objects: list[Any], lock: Any) -> Any:
+    """Return the `threading.Event`, `queue.Queue` or the like that contains a lock, or the lock."""
+    for one in objects:  # the pickler comes to an object before its attributes
+        kind = type(one)
+        known = kind.__name__ in _SHARED_KINDS and kind.__module__ in _MADE_BY_PROGRAMS
+        if known and path_to(one, lock):
+            return one
+    return lock
+
+
+_SHARED_KINDS = frozenset(
+    {"Event", "Condition", "Semaphore", "BoundedSemaphore", "Barrier", "Queue"}
+)
+"""Classes of `threading` and `queue` that `multiprocessing` has, too."""
 
 
 def _owned_by_libraries(objects: list[Any]) -> set[int]:

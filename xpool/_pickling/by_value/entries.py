@@ -35,7 +35,7 @@ serials = itertools.count(1)
 
 
 class SentGroup:
-    """Globals that refer to common objects, and what was sent of them."""
+    """A group of globals that share an object, with the data that workers were sent for it."""
 
     def __init__(self, keys: tuple[Key, ...], kind: int, data: Any) -> None:
         self.keys, self.kind, self.data = keys, kind, data

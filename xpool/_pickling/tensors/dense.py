@@ -25,6 +25,7 @@ from pickle import PickleBuffer
 from typing import Any
 
 from xpool._memory.system import buffer_at
+from xpool._pickling import diagnose
 from xpool._pickling.frame import INLINE_BELOW
 from xpool._pickling.reducers import (
     FOR_SUBCLASSES,
@@ -613,19 +614,22 @@ def check(tensor: Any) -> None:
         TaskNotPicklable: the tensor is a result that tracks gradients, or it has hooks.
     """
     if tensor.requires_grad and not tensor.is_leaf:
-        raise TaskNotPicklable(
-            f"{about(tensor)} is the result of a computation that tracks gradients; the graph "
-            "behind it cannot be sent to another process. Send x.detach() instead."
+        why = (
+            "it is the result of a computation that tracks gradients, and the graph behind it "
+            "cannot be sent"
         )
+        raise diagnose.refused(tensor, about(tensor), why, "Send x.detach() instead.")
     hooks = [*(tensor._backward_hooks or {}).values()]
     hooks += [*(getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()]
     hooks = [hook for hook in hooks if not hasattr(hook, "__torch_unserializable__")]
     if hooks:
-        raise TaskNotPicklable(
-            f"{about(tensor)} has hooks for its gradient ({hooks[0]!r}), which cannot be sent "
-            "to another process. Remove them (the handle that register_hook returned has "
-            "remove()), send x.detach(), or say that a hook may be left behind by decorating it "
-            "with torch.utils.hooks.unserializable_hook."
+        raise diagnose.refused(
+            tensor,
+            about(tensor),
+            f"it has hooks for its gradient ({hooks[0]!r}), which cannot be sent",
+            "Remove them (the handle that register_hook returned has remove()), send x.detach(), "
+            "or say that a hook may be left behind by decorating it with "
+            "torch.utils.hooks.unserializable_hook.",
         )
 
 
