@@ -154,7 +154,7 @@ def test_a_program_that_forks_every_millisecond(tmp_path, name):
 
 SLOW_STARTS = """
     import warnings
-    warnings.filterwarnings("ignore", "Each worker has its own copy of the lock")
+    warnings.filterwarnings("ignore", "Each worker has its own copy of")
     import multiprocessing.resource_tracker as tracker
     import os, signal, threading
     from multiprocessing.shared_memory import SharedMemory

@@ -93,12 +93,14 @@ def test_replicas(tmp_path: Path):
     """A replica in this process restores the variables, so the next spawn uses all devices.
     Replicas in processes have process ids. The error of a dead replica does not suggest `retries`.
     """
-    (tmp_path / "torch_xla").mkdir()
-    scripts.write(tmp_path / "torch_xla/__init__.py", PACKAGE)
+    folder = tmp_path / "site-packages"  # else it would be a module of the program
+    (folder / "torch_xla").mkdir(parents=True)
+    scripts.write(folder / "torch_xla/__init__.py", PACKAGE)
     version = torch.__version__.partition("+")[0]
-    (tmp_path / f"torch_xla-{version}.dist-info").mkdir()
+    (folder / f"torch_xla-{version}.dist-info").mkdir()
     scripts.write(
-        tmp_path / f"torch_xla-{version}.dist-info/METADATA",
+        folder / f"torch_xla-{version}.dist-info/METADATA",
         f"Metadata-Version: 2.1\nName: torch_xla\nVersion: {version}\n",
     )
-    assert scripts.program(tmp_path, PROGRAM) == ""
+    program = scripts.write(tmp_path / "program.py", PROGRAM)
+    assert scripts.run_ok([program], PYTHONPATH=str(folder)) == ""

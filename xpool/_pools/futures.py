@@ -258,7 +258,8 @@ def submit(
     options = PLAIN
     if pool._calls_go_to is not None or pool._task_timeout is not None:
         options = options_of(pool, OneCallOptions, {}, False)
-    return submit_call(pool, func, args, kwds, options, kind=_Call).future
+    call: _Call = submit_call(pool, func, args, kwds, options, kind=_Call)
+    return call.future
 
 
 class PoolExecutor(concurrent.futures.Executor):

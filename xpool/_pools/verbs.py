@@ -56,7 +56,6 @@ else:
 S = TypeVar("S")
 T = TypeVar("T")
 It = TypeVar("It", bound=IMapIterator[Any])
-Call = TypeVar("Call", bound=AsyncResult[Any])
 
 PLAIN, WAITING = TaskOptions(), TaskOptions(waits=True)
 """The options of calls without keywords; WAITING: the caller waits for the result."""
@@ -140,12 +139,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         options = WAITING
         if keywords or self._task_timeout is not None or self._calls_go_to is not None:
             options = options_of(self, OneCallOptions, keywords, True)
-        result: AsyncResult[T] = submit_call(self, func, args, kwds, options)
-        try:
-            value: T = result.get()
-        except BaseException:
-            _end_wait(self, result)
-            raise
+        value: T = submit_call(self, func, args, kwds, options)
         return value
 
     @takes_keywords(OneCallOptions)
@@ -169,7 +163,9 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         options = PLAIN
         if keywords or self._task_timeout is not None or self._calls_go_to is not None:
             options = options_of(self, OneCallOptions, keywords, False)
-        return submit_call(self, func, args, kwds, options, callback, error_callback)
+        result: AsyncResult[T]
+        result = submit_call(self, func, args, kwds, options, callback, error_callback)
+        return result
 
     @overload
     def map(
@@ -265,7 +261,9 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         """
         options = options_of(self, ManyOptions, keywords, False, on_error)
         work = Work(func)
-        return submit_map(self, work, iterable, chunksize, options, callback, error_callback)
+        result: MapResult[Any]
+        result = submit_map(self, work, iterable, chunksize, options, callback, error_callback)
+        return result
 
     @overload
     def starmap(
@@ -337,7 +335,9 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         """
         options = options_of(self, ManyOptions, keywords, False, on_error)
         work = Work(func, starred=True)
-        return submit_map(self, work, iterable, chunksize, options, callback, error_callback)
+        result: MapResult[Any]
+        result = submit_map(self, work, iterable, chunksize, options, callback, error_callback)
+        return result
 
     @overload
     def imap(
@@ -563,9 +563,10 @@ def submit_call(
     options: TaskOptions,
     callback: Callable[[Any], object] | None = None,
     error_callback: Callable[[BaseException], object] | None = None,
-    kind: type[Call] = AsyncResult,  # type: ignore[assignment]
-) -> Call:
-    """Submit ``func(*args, **kwds)``; return its result, a new ``kind``."""
+    kind: type[AsyncResult[Any]] = AsyncResult,
+) -> Any:
+    """Submit ``func(*args, **kwds)``; return its result, a new ``kind``, or wait for its value if
+    the options say so."""
     if pool._life.state is not PoolStates.RUN:
         pool._life.check_running()
     if type(func) is FunctionType and not func.__code__.co_flags & CO_ASYNC:
@@ -581,8 +582,14 @@ def submit_call(
         args = check_args(func, args, kwds, pool._gives_context)
     job = kind(next(pool._jobs.numbers), name, pool, callback, error_callback)
     job.options = options
-    pool._start_call(pool, job, func, args, kwds)
-    return job
+    try:
+        pool._start_call(pool, job, func, args, kwds)
+        return job.get() if options.waits else job
+    except BaseException:
+        _end_wait(pool, job)
+        raise
+    finally:
+        del job  # an error's traceback keeps this frame, and the job has the error
 
 
 # -- many tasks, known at once ---------------------------------------------------------------------
@@ -596,8 +603,9 @@ def submit_map(
     options: TaskOptions,
     callback: Callable[[list[Any]], object] | None = None,
     error_callback: Callable[[BaseException], object] | None = None,
-) -> MapResult[Any]:
-    """Submit a call for each item; return the result of all."""
+    waits: bool = False,
+) -> Any:
+    """Submit a call for each item; return the result of all, or wait for their values."""
     __tracebackhide__ = True
     pool._life.check_running()
     name = pool._submitter.name_of(work.func)
@@ -620,8 +628,14 @@ def submit_map(
     if options.progress is not False:
         length = len(items)
         job.progress = Progress(options.progress, job.label, length, size, lambda: length)
-    _start_map(pool, job, Work(work.func, work.starred, size > 1), items, size)
-    return job
+    try:
+        _start_map(pool, job, Work(work.func, work.starred, size > 1), items, size)
+        return job.get() if waits else job
+    except BaseException:
+        _end_wait(pool, job)
+        raise
+    finally:
+        del job  # as in `submit_call`
 
 
 @shielded
@@ -660,15 +674,11 @@ def map_now(
     """Submit a call for each item, unless a journal has its result; return all results."""
     __tracebackhide__ = True  # in notebooks and in pytest
     if options.journal is None:
-        result = submit_map(pool, work, iterable, chunksize, options)
-        try:
-            return result.get()
-        except BaseException:
-            _end_wait(pool, result)
-            raise
+        values: list[Any] = submit_map(pool, work, iterable, chunksize, options, waits=True)
+        return values
     items = list(iterable)
     results: IMapIterator[Any] = imap(pool, IMapIterator, work, items, 1, None, options)
-    values: list[Any] = []
+    values = []
     error: Exception | None = None
     for _ in items:
         try:
@@ -686,7 +696,7 @@ def map_now(
 
 
 def _end_wait(pool: AnyVerbs, result: AsyncResult[Any]) -> None:
-    """Cancel a call if an exception has ended the wait for it, and not its answer.
+    """Cancel a call if an exception other than its answer has ended its submission or the wait.
 
     Nobody has its result: its tasks would only keep the workers from the next call.
     """
