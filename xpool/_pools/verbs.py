@@ -36,7 +36,7 @@ from xpool._pools.input_reader import FlowControl, InputReader, length_of
 from xpool._pools.job_table import JobTable
 from xpool._pools.lifecycle import Lifecycle
 from xpool._pools.submitters import CO_ASYNC, HookSubmitter, Work, begin_work, numbering
-from xpool._python.interrupt import by_handler, interruptibly, shielded
+from xpool._python.interrupt import interruptibly, pass_on, shielded
 from xpool._worker.callables import task_function
 from xpool.errors import OptionError
 
@@ -676,20 +676,28 @@ def map_now(
     if options.journal is None:
         values: list[Any] = submit_map(pool, work, iterable, chunksize, options, waits=True)
         return values
-    items = list(iterable)
+    return _map_in_journal(pool, work, list(iterable), options)
+
+
+@shielded  # else a signal handler could raise when `imap` has returned
+def _map_in_journal(
+    pool: AnyVerbs, work: Work, items: list[Any], options: TaskOptions
+) -> list[Any]:
     results: IMapIterator[Any] = imap(pool, IMapIterator, work, items, 1, None, options)
-    values = []
+    values: list[Any] = []
     error: Exception | None = None
-    for _ in items:
-        try:
-            values.append(results.next())
-        except BaseException as exc:
-            if by_handler(exc) or not isinstance(exc, Exception):
-                results.cancel()
-                raise
-            # Continue, so that the results of all other items are stored in the journal.
-            error = error or exc
-    next(results, None)  # the end of the stream: the journal is closed
+    try:
+        for _ in items:
+            try:
+                values.append(interruptibly(results.next))
+            except Exception as exc:
+                pass_on(exc)
+                # Continue, so that the results of all other items are stored in the journal.
+                error = error or exc
+        interruptibly(next, results, None)  # the end of the stream: the journal is closed
+    except BaseException:
+        results.cancel()
+        raise
     if error is not None:
         raise error
     return values
