@@ -163,18 +163,22 @@ def note_item(exc: BaseException, item: Any, place: int = 0) -> None:
 def note_loading(exc: BaseException) -> None:
     """Note in ``exc`` that the worker raised it before it called the function of its task."""
     story = "The function was not called: the worker raised this while it unpickled the task."
-    tops = []
-    trace = exc.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_name == "<module>":
-            tops.append(str(trace.tb_frame.f_globals.get("__name__")))
-        trace = trace.tb_next
-    if tops:
+    if module := imported_module(exc):
         story += (
-            f" For the task it imported {tops[-1]}: the top of a module runs in each worker that "
+            f" For the task it imported {module}: the top of a module runs in each worker that "
             "needs it, with the present folder, sys.argv and environment."
         )
     _notes_of(exc).append(story)
+
+
+def imported_module(exc: BaseException) -> str | None:
+    """Return the name of the module whose top has raised an error; None: no top has."""
+    name, trace = None, exc.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_name == "<module>":
+            name = str(trace.tb_frame.f_globals.get("__name__"))
+        trace = trace.tb_next
+    return name
 
 
 def note_result(exc: BaseException) -> None:

@@ -370,7 +370,7 @@ class _Worker:
             exc = error
             if isinstance(exc, SystemExit):
                 # It ends the worker, with the exit code that `run` returns.
-                if task is not _UNLOADED:
+                if task is not _UNLOADED or failures.imported_module(exc) is None:
                     raise
                 story = f"sys.exit({exc.code!r}) was called while the task was unpickled"
                 exc = ImportError(story).with_traceback(exc.__traceback__)

@@ -18,7 +18,7 @@ class Kind:
     """The kinds of entries."""
 
     SETTINGS, IMPORTS, MODULE, FUNCTION, CLASS, VALUES, PLACED = range(7)
-    REFUSED, LEFT_NONE, REMOVED, CALL, IMPORTED_AS, USED, DEFAULTS, MADE = range(7, 15)
+    REFUSED, LEFT_NONE, REMOVED, CALL, IMPORTED_AS, USED, DEFAULTS = range(7, 14)
 
 
 Entry = tuple[Any, ...]

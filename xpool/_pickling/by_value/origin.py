@@ -680,15 +680,10 @@ def code_of(module: Any) -> CodeType | None:
 
 def aliases() -> Iterator[Key]:
     """Yield the keys of the names in `sys.modules` to which the program has given a module of
-    another name, an object that is no module, or None; and the globals of modules made by hand."""
+    another name, an object that is no module, or None."""
     for name, value in modules():
         own = name_of(value)
         if own == name and not is_object(value):
-            made = attributes_of(value)
-            by_hand = made.get("__spec__") is None and not _file_of(value)
-            if by_hand and name not in MAIN_NAMES and origin_of(name) == SENT:
-                names = (one for one in list(made) if type(one) is str and "." not in one)
-                yield from ((name, one) for one in names if one not in OF_IMPORTS)
             continue
         if type(name) is not str or name in MAIN_NAMES or name.partition(".")[0] in _OF_WORKERS:
             continue

@@ -80,8 +80,6 @@ class _Incoming:
         self.defaults: dict[str, dict[str, tuple[tuple[str, Any], ...]]] = {}
         self.was: dict[Key, str] = {}
         self.waiting: dict[Key, Any] = {}  # attributes of installed modules to set at their import
-        self.begun: set[Key] = set()  # globals that are set before imports
-        self.early: dict[tuple[Key, ...], list[Any]] = {}  # loaded before imports
         self.imported: set[str] = set()
         self.used: set[str] = set()  # the program's own modules that it has imported, too
         # The reasons why values were not sent.  Some of these globals are None here.
@@ -157,42 +155,11 @@ def _receive(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
     first = [n for n, entry in enumerate(entries, 1) if any(one[0] in _FIRST for one in entry[3])]
     at = first[-1] if first else 0
     named = [one for one in entries if one[0] == Kind.IMPORTED_AS and one[3][0][0] == MODULES]
-    by_hand = {MODULES}
     for name, package, is_package, has_file in _all_of(Kind.MODULE, entries):
         _make_module(name, package, is_package, has_file)
-        if not has_file:
-            by_hand.add(name)
-    # Contents of modules made by hand come before imports of other modules, which may need them.
-    made = next((n for n, one in enumerate(entries) if one[0] == Kind.MADE), 0)
-    _take_all(entries[:made], buffers, ours)
-    _incoming.begun.update(key for entry in entries[:made] for key in entry[3])
-    _incoming.early.clear()
-    _load_early(entries, by_hand)
-    at = max(at, made)
-    for some, new in (named, named), (entries[:at], entries[made:at]), (entries[at:],) * 2:
+    for some in (named, entries[:at], entries[at:]):
         _import_modules(some)
-        _take_all(new, buffers, ours)
-    _incoming.early.clear()
-
-
-def _load_early(entries: list[Entry], by_hand: set[str]) -> None:
-    """Load globals of modules made by hand that share objects with globals of other modules, and
-    set the first: the imports of the others may need them (``from gpio import PINS``)."""
-    for kind, _, _, keys, data in entries:
-        made = [key for key in keys if key[0] in by_hand]
-        if kind != Kind.VALUES or all(map(_has, made)):
-            continue
-        rest = {module for module, _ in keys} - by_hand - sys.modules.keys()
-        loaded = _load(kind, keys, data) if any(map(_is_imported, rest)) else []
-        if loaded and type(loaded[0]) is not _Failed:
-            _incoming.early[keys] = loaded
-            for key, value in zip(keys, loaded, strict=True):
-                if key in made and not _has(key):
-                    _set(key, value)
-
-
-def _is_imported(module: str) -> bool:
-    return origin_of(module) == IMPORTED
+        _take_all(some, buffers, ours)
 
 
 _FIRST = frozenset({CALLS, MODULES})
@@ -214,7 +181,7 @@ def _take_all(entries: list[Entry], buffers: list[Any], ours: bool) -> None:
                 _incoming.defaults[module][path] = defaults
             for module in {one[0] for one in data}.intersection(sys.modules):
                 _set_defaults(module)
-        if kind in (Kind.SETTINGS, Kind.IMPORTS, Kind.MODULE, Kind.USED, Kind.DEFAULTS, Kind.MADE):
+        if kind in (Kind.SETTINGS, Kind.IMPORTS, Kind.MODULE, Kind.USED, Kind.DEFAULTS):
             continue
         # No generator: a signal handler may raise in it after it has ended.
         had = [*map(_incoming.serials.get if ours else _had, keys)]
@@ -269,10 +236,7 @@ def _take(
                 if "." in key[1] and not _has(key):
                     _set(key, None)
             before = {key: value_of(key) for key in keys if "." not in key[1]}
-            loaded = _incoming.early.pop(keys, [])
-            if not loaded or _written(keys, loaded) != data:  # an import may have changed it
-                loaded = _load(kind, keys, data)
-            pairs = [*zip(keys, loaded, strict=True)]
+            pairs = [*zip(keys, _load(kind, keys, data), strict=True)]
             # A function comes before the results that it keeps.
             for key, value in sorted(pairs, key=lambda one: one[0][1].endswith(CACHE)):
                 if key not in kept:
@@ -515,25 +479,23 @@ def _has_equal(kind: int, keys: tuple[Key, ...], data: Any) -> bool:
     return kind == Kind.VALUES and _written(keys) == data
 
 
-def _written(keys: tuple[Key, ...], values: list[Any] | None = None) -> bytes | None:
+def _written(keys: tuple[Key, ...]) -> bytes | None:
     """Return what is sent of globals with these values; None: they are large or not pickled."""
     try:
-        written = write_values(keys, values or [*map(value_of, keys)], {}, True, True)
+        written = write_values(keys, [*map(value_of, keys)], {}, True, True)
     except Exception:  # an object's `__reduce__` can raise any error
         return None
     return None if written.buffers else b"".join(written.chunks)
 
 
 def _data_of_imported() -> list[tuple[tuple[Key, ...], bytes]]:
-    """Return the globals that were set in modules that workers import, or before imports, and
-    their pickles."""
+    """Return the globals that were set in modules that workers import, and their pickles."""
     groups: dict[int, list[Key]] = {}
     for key, serial in _incoming.serials.items():
         groups.setdefault(serial, []).append(key)
     found = []
     for keys in map(tuple, groups.values()):
-        imported = any(origin_of(key[0]) == IMPORTED or key in _incoming.begun for key in keys)
-        if imported and all(map(_has, keys)):
+        if any(origin_of(module) == IMPORTED for module, _ in keys) and all(map(_has, keys)):
             written = _written(keys)
             if written is not None:
                 found.append((keys, written))

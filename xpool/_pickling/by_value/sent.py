@@ -693,14 +693,7 @@ class Book:
         ]
         rest += [group.entry() for group in groups]
         # What an import has made has its name again before other objects are loaded by this name.
-        rest.sort(key=lambda one: (first.isdisjoint(one[3]), one[0] != Kind.REMOVED))
-        # Before these comes what workers' imports need: the contents of modules made by hand.
-        by_hand = {name for name in sent if not about_module(name)[3]}
-        made = self._before_imports({key for key in nodes if key[0] in {*by_hand, MODULES}})
-        begin = [one for one in rest if made.issuperset(one[3]) and _is_small(one)]
-        if begin:
-            entries += (*begin, (Kind.MADE, 0, False, (), ()))
-        entries += (one for one in rest if id(one) not in set(map(id, begin)))
+        entries += sorted(rest, key=lambda one: (first.isdisjoint(one[3]), one[0] != Kind.REMOVED))
         defaults = [(key[0], *one) for key, node in nodes.items() for one in node.defaults]
         if defaults:
             entries.append((Kind.DEFAULTS, 0, False, (), defaults))
@@ -716,20 +709,6 @@ class Book:
         if own:
             entries.append((Kind.USED, 0, False, (), self._own[1]))
         return entries, [group.data for group in groups if group.kind == Kind.PLACED]
-
-    def _before_imports(self, made: set[Key]) -> set[Key]:
-        """Return those of these globals, and of what they use, that need no import of a module of
-        the program."""
-        used = self._used_by(frozenset(made)) if made else set[Key]()
-        late = {key for key in used if origin_of(key[0]) == IMPORTED}
-        size = -1
-        while size != len(late):
-            size = len(late)
-            for key in used - late:
-                node = self._nodes.get(key, _NEW)
-                if not late.isdisjoint((*node.names, *(node.group.keys if node.group else ()))):
-                    late.add(key)
-        return {key for key in used - late if origin_of(key[0]) == SENT}
 
     def _write(self, layout: Layout, names: frozenset[Key]) -> State:
         """Return the state for messages that use these names."""
@@ -757,12 +736,6 @@ class Book:
         state.by_name = preparation(body, len(tokens), _BY_NAME)
         state.tokens, state.brings, state.place = tokens, brings, place
         return state
-
-
-def _is_small(entry: Entry) -> bool:
-    """Whether an entry has no place in shared memory, and needs no import of the program."""
-    kind, data = entry[0], entry[4]
-    return kind != Kind.PLACED and not (kind == Kind.IMPORTED_AS and origin_of(data[0]) == IMPORTED)
 
 
 copyreg.add_extension("xpool._pickling.by_value.received", "prepare", PREPARE)
