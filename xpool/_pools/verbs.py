@@ -565,8 +565,7 @@ def submit_call(
     error_callback: Callable[[BaseException], object] | None = None,
     kind: type[AsyncResult[Any]] = AsyncResult,
 ) -> Any:
-    """Submit ``func(*args, **kwds)``; return its result, a new ``kind``, or wait for its value if
-    the options say so."""
+    """Submit ``func(*args, **kwds)``; return its result, a ``kind``, or wait for its value."""
     if pool._life.state is not PoolStates.RUN:
         pool._life.check_running()
     if type(func) is FunctionType and not func.__code__.co_flags & CO_ASYNC:
@@ -680,9 +679,7 @@ def map_now(
 
 
 @shielded  # else a signal handler could raise when `imap` has returned
-def _map_in_journal(
-    pool: AnyVerbs, work: Work, items: list[Any], options: TaskOptions
-) -> list[Any]:
+def _map_in_journal(pool: AnyVerbs, work: Work, items: Any, options: TaskOptions) -> list[Any]:
     results: IMapIterator[Any] = imap(pool, IMapIterator, work, items, 1, None, options)
     values: list[Any] = []
     error: Exception | None = None
