@@ -1161,7 +1161,7 @@ OF_SCRIPT = """
             try:
                 print(pool.apply(lib.opened, (repr,)))
             except Exception as error:
-                print("at cache" in str(error.__notes__))
+                print("at cache" in f"{error} {error.__notes__}")
 """
 
 AS_MODULE = "import sys; lib = sys.modules[__name__]"

@@ -445,7 +445,7 @@ _last: Any = None
 renew(globals(), _lock=threading.RLock, _serials=_count)
 
 
-_call: Callable[[Any], Any] = getattr(operator, "call", lambda peek: peek())  # from 3.11 on
+_call: Callable[[Any], Any] = operator.methodcaller("__call__")  # `operator.call` is of 3.11
 
 
 def snapshot() -> Snapshot:
