@@ -8,7 +8,6 @@ import mmap
 import multiprocessing
 import os
 import pickle
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -443,8 +442,13 @@ def test_idle_workers_drop_mappings(sharing: Any) -> None:
     sharing.apply(tasks.total, (tensor,), worker=0)
 
     def be_impatient() -> None:
-        for name in ("xpool._worker.loop", "xpool._pickling.tensors.mapped"):
-            vars(sys.modules[name]).update(IDLE_SECONDS=0.2)
+        # Not by `sys.modules`: then all globals of all test modules would come, in a block that the
+        # pool holds.
+        from xpool._pickling.tensors import mapped
+        from xpool._worker import loop
+
+        for module in loop, mapped:
+            vars(module)["IDLE_SECONDS"] = 0.2
 
     def is_mapped() -> bool:
         return inode in Path(f"/proc/{pid}/maps").read_text()

@@ -585,6 +585,7 @@ def submit_call(
         pool._start_call(pool, job, func, args, kwds)
         return job.get() if options.waits else job
     except BaseException:
+        __tracebackhide__ = True
         _end_wait(pool, job)
         raise
     finally:
@@ -701,10 +702,8 @@ def _map_in_journal(pool: AnyVerbs, work: Work, items: Any, options: TaskOptions
 
 
 def _end_wait(pool: AnyVerbs, result: AsyncResult[Any]) -> None:
-    """Cancel a call if an exception other than its answer has ended its submission or the wait.
-
-    Nobody has its result: its tasks would only keep the workers from the next call.
-    """
+    """Cancel a call if an exception other than its answer has ended its submission or the wait: as
+    nobody has its result, its tasks would only keep the workers from the next call."""
     if not result.settled and not pool._life.runs_here():
         result.cancel()
 
