@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing.pool
 import sys
 import threading
 import traceback
+import weakref
 from typing import Any
 
 import pytest
 from support import work
 from support.kinds import STDLIB
 from support.waiting import drained
+
+from xpool import Pool, PoolClosed
 
 
 def test_the_workers_traceback_is_the_cause(process_kind, make_pool):
@@ -324,3 +328,51 @@ def test_groups_that_are_returned(pool):
         assert error.__notes__ == [f"of task {n}", f"item {n % 3} of {fail.__qualname__}(): {n}"]
         assert error.message == "group"
         assert [one.args for one in error.exceptions] == [(n,), (n,)]
+
+
+class Box:
+    """An argument to which there can be weak references."""
+
+
+boxes: list[Any] = []
+
+
+def fail_with(box):
+    boxes.append(weakref.ref(box))
+    raise ValueError
+
+
+def living():
+    return [ref() is not None for ref in boxes]
+
+
+@pytest.mark.xpool_only
+def test_a_worker_frees_the_arguments_of_a_task_that_has_raised(make_pool):
+    """Nothing in the worker refers to the error, so no garbage collection is needed."""
+    pool = make_pool(Pool, 1, initializer=gc.disable)
+    for _ in range(2):
+        with pytest.raises(ValueError):
+            pool.apply(fail_with, (Box(),))
+    assert pool.apply(living) == [False, False]
+
+
+@pytest.mark.xpool_only
+def test_a_call_that_the_pool_does_not_take_counts_for_nothing(kind, make_pool):
+    """If the pool ends while a call is prepared, the call was never submitted."""
+    pool = make_pool(kind, 1)
+
+    class Closing:
+        @property
+        def __name__(self):
+            pool.close()
+            return "closing"
+
+        def __call__(self):
+            raise AssertionError
+
+    with pytest.raises(PoolClosed):
+        pool.apply_async(Closing())
+    with pytest.raises(PoolClosed):
+        pool.map_async(Closing(), [1])
+    counts = pool.statistics()
+    assert (counts["submitted"], counts["failed"], counts["jobs"]) == (0, 0, 0)

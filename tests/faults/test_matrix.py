@@ -16,7 +16,7 @@ from support import cells, scripts, work
 from support.kinds import KINDS, STDLIB
 from support.limits import PROGRAM_LIMIT, WAIT
 from support.tiers import also
-from support.waiting import eventually, wait_gone
+from support.waiting import drained, eventually, wait_gone
 
 from xpool import TaskTimeout, WorkerDied
 
@@ -224,18 +224,6 @@ def test_in_the_caller(kind, method, stage, how, expected):
 VERBS = pytest.mark.parametrize("how", ["SIGKILL", "hang"])
 
 
-def outcomes(results):
-    """Return the values of an iterator and its errors."""
-    good, bad = [], []
-    while True:
-        try:
-            good.append(next(results))
-        except StopIteration:
-            return good, bad
-        except Exception as error:
-            bad.append(error)
-
-
 @VERBS
 @pytest.mark.parametrize("chunksize", [1, 5])
 def test_in_a_map(process_kind, make_pool, how, chunksize, log):
@@ -261,7 +249,7 @@ def test_in_a_lazy_map(process_kind, make_pool, how, verb, log):
     pool = make_pool(process_kind, 2, work.nothing)
     task = functools.partial(work.end_or_return, how, 7, str(log))
     limit = cells.LIMIT if how == "hang" else None
-    good, bad = outcomes(getattr(pool, verb)(task, range(200), timeout=limit))
+    good, bad = drained(getattr(pool, verb)(task, range(200), timeout=limit))
     assert sorted(good) == [i for i in range(200) if i != 7]
     assert verb == "imap_unordered" or good == sorted(good)
     assert [cells.named(error) for error in bad] == [matrix.PROCESSES["run"][how]]

@@ -194,6 +194,19 @@ def test_threads_are_prompt():
     assert sorted(usual) == ["_conformance.py", "_test_tasks.py", "entry.py", "starting.py"]
 
 
+def test_functions_have_one_mark_for_signal_handlers():
+    """A second mark of a shielded function would be one of the code that all of these share."""
+    marks, wrong = {"shielded", "uninterrupted", "interruptible"}, []
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            given = [
+                one for one in getattr(node, "decorator_list", ()) if isinstance(one, ast.Name)
+            ]
+            if len([one for one in given if one.id in marks]) > 1:
+                wrong.append(f"{path.relative_to(PACKAGE.parent)}:{given[0].lineno}")
+    assert not wrong, wrong
+
+
 def test_fork_hooks_are_in_one_place():
     """Fork hooks are registered in `xpool._python.at_fork` alone, so that their order is
     visible."""

@@ -149,7 +149,6 @@ class HookSubmitter:
         return self._own is not None and self._own.runs(job)
 
     @shielded
-    @shielded
     def cancel(self, job: Job) -> bool:
         """Answer a job with `TaskCancelled` and stop its tasks; return False if it was answered."""
         if self.jobs.is_held_here():

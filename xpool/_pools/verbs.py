@@ -681,6 +681,7 @@ def map_now(
 
 @shielded  # else a signal handler could raise when `imap` has returned
 def _map_in_journal(pool: AnyVerbs, work: Work, items: Any, options: TaskOptions) -> list[Any]:
+    __tracebackhide__ = True
     results: IMapIterator[Any] = imap(pool, IMapIterator, work, items, 1, None, options)
     values: list[Any] = []
     error: Exception | None = None
@@ -704,7 +705,7 @@ def _map_in_journal(pool: AnyVerbs, work: Work, items: Any, options: TaskOptions
 def _end_wait(pool: AnyVerbs, result: AsyncResult[Any]) -> None:
     """Cancel a call if an exception other than its answer has ended its submission or the wait: as
     nobody has its result, its tasks would only keep the workers from the next call."""
-    if not result.settled and not pool._life.runs_here():
+    if result.number in pool._jobs.unanswered and not (result.settled or pool._life.runs_here()):
         result.cancel()
 
 

@@ -366,23 +366,15 @@ class _Worker:
                 value = func(*args, **kwds)
             if self._keeper is not None:
                 self._keeper.synchronize()
-        except BaseException as error:
-            exc = error
-            if isinstance(exc, SystemExit):
-                # It ends the worker, with the exit code that `run` returns.
-                if task is not _UNLOADED or failures.imported_module(exc) is None:
-                    raise
-                story = f"sys.exit({exc.code!r}) was called while the task was unpickled"
-                exc = ImportError(story).with_traceback(exc.__traceback__)
-            if task is _UNLOADED and type(func) is not _Unavailable:
-                failures.note_loading(exc)
-            if self._prefix:
-                note_context(exc)
-            self._gpu_lost = has_lost_gpu(exc)
-            kind = BODY_ERROR
-            if record is not None and isinstance(exc, record.retry_on):
-                kind |= BODY_AGAIN
-            return encode_exception(exc, traceback_of(exc)), kind, None
+        except SystemExit as exc:
+            # It ends the worker, with the exit code that `run` returns.
+            if task is not _UNLOADED or failures.imported_module(exc) is None:
+                raise
+            story = f"sys.exit({exc.code!r}) was called while the task was unpickled"
+            return self._failed(ImportError(story).with_traceback(exc.__traceback__), record, True)
+        except BaseException as exc:
+            loading = task is _UNLOADED and type(func) is not _Unavailable
+            return self._failed(exc, record, loading)
         del task
         if value is None:
             return _NONE, 0, None
@@ -394,6 +386,21 @@ class _Worker:
             self._gpu_lost = has_lost_gpu(exc)
             return refused(exc, value), BODY_ERROR, None
         return data, 0, value
+
+    def _failed(self, exc: BaseException, record: TaskFunction | None, loading: bool) -> _Answer:
+        """Return the answer of a task that has raised; ``loading``: while it was unpickled.
+
+        Not in `_run`: its frame is in the traceback, and must not refer to the error.
+        """
+        if loading:
+            failures.note_loading(exc)
+        if self._prefix:
+            note_context(exc)
+        self._gpu_lost = has_lost_gpu(exc)
+        error = BODY_ERROR
+        if record is not None and isinstance(exc, record.retry_on):
+            error |= BODY_AGAIN
+        return encode_exception(exc, traceback_of(exc)), error, None
 
 
 _UNLOADED = object()

@@ -576,7 +576,7 @@ def _fill(cls: Any, versioned: tuple[int, tuple[type, ...], dict[str, Any]]) -> 
         if name in vars(cls):
             type.__delattr__(cls, name)
     # Not `setattr`, which a metaclass may override.
-    is_structure = type(cls).__module__ == "_ctypes"
+    is_structure = special_classes.is_structure(cls)
     assign = special_classes.set_in_structure if is_structure else type.__setattr__
     for name, value in state.items():
         assign(cls, name, value)

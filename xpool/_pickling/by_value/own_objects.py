@@ -59,7 +59,7 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
     if base is not None:
         return _reduce_content(obj, base)
     if origin == INSTALLED and _goes_by_function(obj):
-        return _reduce_wrapper(pickler, obj)
+        return _by_place(pickler, obj, kind, _state_of(obj), set_state)
     if pickler.blob and origin == INSTALLED and _goes_by_class(obj):
         return empty_object, (kind,), _state_of(obj), None, None, set_state
     if as_usual and not (answers or incomplete):
@@ -116,10 +116,6 @@ def _goes_by_class(obj: Any) -> bool:
     reduced = obj.__reduce_ex__(5)
     owner, name = (*reduced[1], None, None)[:2] if type(reduced) is tuple else (None, None)
     return issubclass(type(owner), type) and vars(owner).get(name) is obj
-
-
-def _reduce_wrapper(pickler: Context, obj: Any) -> Any:
-    return _by_place(pickler, obj, type(obj), _state_of(obj), set_state)
 
 
 def _by_place(pickler: Context, obj: Any, kind: Any, state: Any, fill: Any) -> Any:

@@ -23,10 +23,14 @@ Shell = tuple[Any, tuple[Any, ...], frozenset[str]]
 _LAYOUT = "_pack_", "_align_", "_layout_", "_anonymous_"
 
 
+def is_structure(cls: type) -> bool:
+    return type(cls).__module__ == "_ctypes"
+
+
 def structure_shell(cls: Any, token: str) -> Shell | None:
     """Return how the class statement makes the class again.  The state sets its fields, which may
     be of pointers to this class."""
-    if type(cls).__module__ != "_ctypes":
+    if not is_structure(cls):
         return None
     attributes = vars(cls)
     creation = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
@@ -69,9 +73,7 @@ def namedtuple_shell(cls: Any, token: str) -> Shell | None:
     fields: tuple[str, ...] = attributes["_fields"]
     defaults = attributes["_field_defaults"]
     values = tuple(defaults[name] for name in fields if name in defaults)
-    given = (
-        cls.__new__.__defaults__
-    )  # a program may set them: ``Point.__new__.__defaults__ = (0,)``
+    given = cls.__new__.__defaults__  # which a program may set
     args = (token, cls.__name__, cls.__qualname__, cls.__module__, fields, values, given)
     # `namedtuple` makes its own methods again.  Those that the program has set are sent.
     skip = {name for name in _OF_NAMEDTUPLE if _is_made_by_namedtuple(attributes.get(name))}

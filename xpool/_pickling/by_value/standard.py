@@ -281,10 +281,8 @@ def _lazy_ctypes() -> None:
         return function.restype, function.argtypes, getattr(function, "errcheck", None)
 
     def reduce_library(pickler: Context, library: Any) -> Any:
-        name, uses_errno = (
-            library._name,
-            bool(library._FuncPtr._flags_ & ctypes._FUNCFLAG_USE_ERRNO),
-        )
+        name = library._name
+        uses_errno = bool(library._FuncPtr._flags_ & ctypes._FUNCFLAG_USE_ERRNO)
         if name is not None and os.path.dirname(name):
             name = os.path.abspath(name)
         functions = {
