@@ -79,6 +79,21 @@ def test_put_that_raises(own, make_pool, monkeypatch):
     assert pool.apply(work.same, ("accept",)) == "accept"
 
 
+@pytest.mark.parametrize("verb", ["map", "imap"])
+def test_a_second_result_of_a_task(make_pool, verb):
+    """It fails its job: nobody gets too few values, or waits for the task that has no result."""
+
+    class AllTheFirst(QueueThreadPool):
+        def pool_outqueue_get(self, timeout):
+            job, _, result = super().pool_outqueue_get(timeout)
+            return job, 0, result
+
+    pool = make_pool(AllTheFirst, 2)
+    with pytest.raises(RuntimeError, match=r"two results of (item|task) 0 of abs\(\)"):
+        list(getattr(pool, verb)(abs, [1, 2, 3]))
+    assert pool.apply(abs, (-4,)) == 4
+
+
 def test_tasks_have_the_documented_shape(own, make_pool, monkeypatch):
     """The put hook gets ``(job, chunk, func, args, kwds)``."""
     pool = make_pool(own, 1)

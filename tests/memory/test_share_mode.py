@@ -442,13 +442,13 @@ def test_idle_workers_drop_mappings(sharing: Any) -> None:
     sharing.apply(tasks.total, (tensor,), worker=0)
 
     def be_impatient() -> None:
-        # Not by `sys.modules`: then all globals of all test modules would come, in a block that the
-        # pool holds.
+        # Not by `sys.modules` or `vars`: then all globals of all test modules would come, in a
+        # block that the pool holds.
         from xpool._pickling.tensors import mapped
         from xpool._worker import loop
 
-        for module in loop, mapped:
-            vars(module)["IDLE_SECONDS"] = 0.2
+        setattr(loop, "IDLE_SECONDS", 0.2)  # noqa: B010 - mypy
+        setattr(mapped, "IDLE_SECONDS", 0.2)  # noqa: B010 - mypy
 
     def is_mapped() -> bool:
         return inode in Path(f"/proc/{pid}/maps").read_text()

@@ -157,12 +157,17 @@ else:
             "its tasks are bound to a worker when they are submitted"
         )
     }
+    wrapped = {
+        "test_a_call_that_the_pool_does_not_take_counts_for_nothing": (
+            "ContextFree's function hides the name of the test's"
+        )
+    }
     KINDS = [
         Kind("pool", _xpool("Pool"), True),
         Kind("p2p", _xpool("P2PPool"), True, bound),
-        Kind("ctx", _context_pool("CtxPool"), True),
+        Kind("ctx", _context_pool("CtxPool"), True, wrapped),
         Kind("thread", _xpool("ThreadPool"), False),
-        Kind("ctxthread", _context_pool("CtxThreadPool"), False),
+        Kind("ctxthread", _context_pool("CtxThreadPool"), False, wrapped),
     ]
     METHODS = [
         Kind("pool-spawn", _xpool("Pool", context="spawn"), True),

@@ -151,6 +151,10 @@ class Job:
         """Take the answer of the tasks from ``index`` on.  Return whether all are now answered."""
         raise NotImplementedError
 
+    def is_second(self, index: int, ok: bool) -> bool:
+        """Whether an answer is another one of a task, and would hide that a task has none."""
+        return False
+
     def fail(self, exc: BaseException | PickledResult) -> None:
         """Answer all unanswered tasks with ``exc``."""
         raise NotImplementedError
@@ -424,6 +428,9 @@ class MapResult(AsyncResult[list[T]]):
         self._left -= tasks
         self.settled = self._left == 0
         return self.settled
+
+    def is_second(self, index: int, ok: bool) -> bool:
+        return ok and index in self._pieces
 
     def _assembled(self, value: Any) -> Any:
         if not self._success:

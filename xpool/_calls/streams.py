@@ -379,6 +379,11 @@ class IMapIterator(Iterator[T]):
         if place <= self._next and self._waiters.copy():
             self._waiters.wake()
 
+    def has_answer(self, index: int) -> bool:
+        """Whether the answer of task ``index`` has arrived."""
+        # In this order, because `_move` sets `_next` before it empties the dict.
+        return index in self._arrived or index < self._next
+
     def finish(self, length: int) -> None:
         """Record that the input had ``length`` tasks."""
         self._length = length
@@ -449,6 +454,10 @@ class Stream(Job):
             return False
         self.settled = True
         return True
+
+    def is_second(self, index: int, ok: bool) -> bool:
+        iterator = self._iterator()
+        return iterator is not None and iterator.ordered and iterator.has_answer(index)
 
     def has_lost_iterator(self) -> bool:
         """Whether the iterator was dropped.  A finalizer may still use it then."""

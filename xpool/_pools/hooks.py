@@ -70,6 +70,7 @@ class Hooks:
 
         Called by the engine's thread.  Raises `queue.Empty` or Python's `TimeoutError` if there is
         no result.  Any other exception ends the pool: unanswered jobs fail with `InternalError`.
+        A second result of a task fails its job with `RuntimeError`.
         """
         raise NotImplementedError(f"{type(self).__name__} must override pool_outqueue_get()")
 

@@ -82,6 +82,11 @@ class JobTable:
         try:
             while True:
                 number, index, (ok, value) = get(timeout)
+                job = self.unanswered.get(number)
+                if job is not None and job.is_second(index, ok):
+                    # Else a result would be lost, or `imap` would wait for one that never comes.
+                    story = f"pool_outqueue_get() has returned two results of {job.describe(index)}"
+                    self.fail([job], RuntimeError(story))
                 self.deliver(number, index, ok, value)
                 timeout = 0.0
         except (queue.Empty, builtins.TimeoutError):

@@ -92,16 +92,17 @@ def submit(
         answer = Answer(what, result.get, specs)
         answer.result = result
         return answer
-    answer = Answer(what, lambda limit: _drawn(result, limit), specs)
+    answer = Answer(what, lambda limit: _drawn(result, len(specs), limit), specs)
     answer.unordered = verb == "imap_unordered"
     return answer
 
 
-def _drawn(iterator: Any, limit: float) -> list[Any]:
+def _drawn(iterator: Any, items: int, limit: float) -> list[Any]:
     """Return all values of an iterator.  If values raise errors, raise the first one at the end."""
     values: list[Any] = []
     first: Exception | None = None
-    while True:
+    last: Exception | None = None
+    for _ in range(items + 1):
         try:
             values.append(iterator.next(limit))
         except StopIteration:
@@ -112,7 +113,9 @@ def _drawn(iterator: Any, limit: float) -> list[Any]:
             first = first or exc
             break
         except Exception as exc:
-            first = first or exc
+            first, last = first or exc, exc
+    else:
+        first = last  # the error of a failed job, which each further call would raise
     if first is not None:
         raise first
     return values
