@@ -60,6 +60,7 @@ import multiprocessing
 import os
 import random
 import sys
+import types
 import xpool
 sys.path.append(os.path.join(os.path.dirname(__file__), "site-packages"))
 import config
@@ -108,6 +109,10 @@ def count(counts, log, options):
     log.append(4)
     options.level = 3
 
+def fill_all(caches, options):
+    for one in (*caches, *options["more"]):
+        one[1] = 2
+
 def receive(*args):
     global received
     received = args
@@ -134,13 +139,23 @@ def thrown():
     return DICE.getstate()[1][:3]
 def is_one():
     return received[0] is received[1].state
+def is_first():
+    return received[0][0] is received[1], received[0][1][0] is state
 def has_lock():
     with received[0].lock:
         return received[0].value
 
+def shared(items):
+    return receive, (items, items[0]), is_first
+
 CASES = [
     (fill, (CACHE, range(3)), cache),
     (fill, (CACHE, range(3), LOCK), cache),
+    (fill_all, ([CACHE], {"more": ()}), cache),
+    (fill_all, ((), {"more": [CACHE], "n": [1]}), cache),
+    (functools.partial(fill_all, [1, CACHE][1:]), ({"more": [{}]},), cache),
+    (receive, (state, types.SimpleNamespace(state=state)), is_one),
+    shared([{}, [state]]),
     (CACHE.update, ({1: 7},), cache),
     (CACHE.__setitem__, (1, 8), cache),
     (count, (COUNTS, LOG, OPTIONS), counts),

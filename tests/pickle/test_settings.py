@@ -353,6 +353,14 @@ if find_spec("matplotlib"):
         f"{SET}['font.size'] = 9",
         f"[str(__import__('matplotlib').rcParams[name]) for name in {LOOKED_AT}]",
     )
+if find_spec("mpmath"):
+    LOOK = "(__import__('mpmath').mp.dps, str(__import__('mpmath').mpf(2).sqrt()))"
+    CASES["mpmath precision"] = Case(
+        "import mpmath; mpmath.mp.dps = 30",
+        "mpmath.mp.dps = 15",
+        "import mpmath; mpmath.mp.prec = 80",
+        LOOK,
+    )
 if hasattr(sys, "set_int_max_str_digits"):
     CASES["digits of int"] = Case(
         "sys.set_int_max_str_digits(5000)",

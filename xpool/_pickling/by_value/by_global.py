@@ -75,6 +75,8 @@ class _Finder:
         self._shares = shares
         self._found: dict[int, _Reference | None] | None = None
         self.objects: list[Any] = []  # in the globals to which there are references
+        # By id: lists and dicts that no global has, and what is pickled instead of them.
+        self._within: dict[int, tuple[Any, Any]] = {}
 
     def refer(self, obj: Any) -> Any:
         """Return an object, or what is pickled instead of it."""
@@ -98,7 +100,20 @@ class _Finder:
             if getattr(owner, name, None) == obj:
                 return Instead(getattr, (found, name))
             return MethodType(obj.__func__, found) if kind is MethodType else obj
-        return (_is_changeable(obj) and self._of_program(obj)) or obj
+        found = (_is_changeable(obj) and self._of_program(obj)) or obj
+        return self._of_parts(obj) if found is obj and kind in (list, dict) else found
+
+    def _of_parts(self, obj: Any) -> Any:
+        """Return a list or dict, or one that has references in it."""
+        if id(obj) not in self._within:
+            self._within[id(obj)] = obj, obj  # it may contain itself
+            values = list(obj.values()) if type(obj) is dict else obj
+            if not _PLAIN.issuperset(map(type, values)):
+                new = [*map(self.refer, values)]
+                if any(map(is_not, values, new)):
+                    whole = dict(zip(obj, new, strict=True)) if type(obj) is dict else new
+                    self._within[id(obj)] = obj, whole
+        return self._within[id(obj)][1]
 
     def _of_program(self, obj: Any) -> _Reference | None:
         if self._found is None:
@@ -174,6 +189,7 @@ def _is_changeable(obj: Any, by_method: bool = False) -> bool:
 _OTHERS = (
     type, FunctionType, BuiltinMethodType, ModuleType, int, float, complex, str, bytes, tuple,
 )  # fmt: skip
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _CONTAINERS = MutableMapping, MutableSequence, MutableSet, SimpleNamespace
 
 

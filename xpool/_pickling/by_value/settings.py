@@ -376,6 +376,13 @@ TABLE: tuple[Row, ...] = (
         per_thread=True,
     ),
     _Parameters(),
+    Line(
+        "mpmath precision",
+        "mpmath",
+        53,
+        lambda mpmath: lambda: mpmath.mp.prec,
+        lambda mpmath, value: setattr(mpmath.mp, "prec", value),
+    ),
 )
 
 _ROWS = {row.name: row for row in TABLE}
