@@ -283,8 +283,8 @@ class PeerLost(XPoolError):
 
 _HINTS: dict[int | None, str] = {
     None: "Look for its last output on stderr.",
-    0: "The task ended the process, as sys.exit and os._exit do (or closing all descriptors); raise "
-    "an exception instead.",
+    0: "The task ended the process, as sys.exit and os._exit do (or closing all descriptors); "
+    "raise an exception instead.",
     -signal.SIGKILL: "Often the kernel's out-of-memory killer (look in dmesg), or a kill -9.",
     -signal.SIGSEGV: "A native extension crashed; python -X faulthandler shows where.",
     -signal.SIGABRT: "A native library aborted; its reason is on stderr.",
