@@ -98,7 +98,11 @@ def submit(
 
 
 def _drawn(iterator: Any, items: int, limit: float) -> list[Any]:
-    """Return all values of an iterator.  If values raise errors, raise the first one at the end."""
+    """Return all values of an iterator of ``items`` results.
+
+    If values raise errors, raise the first one at the end.  If the iterator does not end, raise the
+    last one: the error of a failed job, which each further call would raise.
+    """
     values: list[Any] = []
     first: Exception | None = None
     last: Exception | None = None
@@ -115,7 +119,7 @@ def _drawn(iterator: Any, items: int, limit: float) -> list[Any]:
         except Exception as exc:
             first, last = first or exc, exc
     else:
-        first = last  # the error of a failed job, which each further call would raise
+        first = last
     if first is not None:
         raise first
     return values

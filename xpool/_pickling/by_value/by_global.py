@@ -21,7 +21,7 @@ from typing import Any
 
 from xpool._pickling import Key
 from xpool._pickling.by_value.compared import attempt
-from xpool._pickling.by_value.names import get_global
+from xpool._pickling.by_value.names import ATOMS, get_global
 from xpool._pickling.by_value.origin import (
     INSTALLED,
     attributes_of,
@@ -76,7 +76,7 @@ class _Finder:
         self._found: dict[int, _Reference | None] | None = None
         self.objects: list[Any] = []  # in the globals to which there are references
         # By id: lists and dicts that no global has, and what is pickled instead of them.
-        self._within: dict[int, tuple[Any, Any]] = {}
+        self._within: dict[int, Any] = {}
 
     def refer(self, obj: Any) -> Any:
         """Return an object, or what is pickled instead of it."""
@@ -106,14 +106,14 @@ class _Finder:
     def _of_parts(self, obj: Any) -> Any:
         """Return a list or dict, or one that has references in it."""
         if id(obj) not in self._within:
-            self._within[id(obj)] = obj, obj  # it may contain itself
+            self._within[id(obj)] = obj  # it may contain itself
             values = list(obj.values()) if type(obj) is dict else obj
-            if not _PLAIN.issuperset(map(type, values)):
+            if not ATOMS.issuperset(map(type, values)):
                 new = [*map(self.refer, values)]
                 if any(map(is_not, values, new)):
                     whole = dict(zip(obj, new, strict=True)) if type(obj) is dict else new
-                    self._within[id(obj)] = obj, whole
-        return self._within[id(obj)][1]
+                    self._within[id(obj)] = whole
+        return self._within[id(obj)]
 
     def _of_program(self, obj: Any) -> _Reference | None:
         if self._found is None:
@@ -189,7 +189,6 @@ def _is_changeable(obj: Any, by_method: bool = False) -> bool:
 _OTHERS = (
     type, FunctionType, BuiltinMethodType, ModuleType, int, float, complex, str, bytes, tuple,
 )  # fmt: skip
-_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _CONTAINERS = MutableMapping, MutableSequence, MutableSet, SimpleNamespace
 
 
