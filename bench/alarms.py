@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from xpool import P2PPool, Pool, ThreadPool
+from xpool._python.interrupt import escapes
 from xpool.testing._leaks import descriptors
 
 T = TypeVar("T")
@@ -56,11 +57,20 @@ class Bell:
         sys.unraisablehook = self._not_raised
 
     def _ring(self, signum: int, frame: Any) -> None:
-        # Python prints an exception that is raised in this hook, and does not raise it.
-        hooked = frame is not None and frame.f_code is Bell._not_raised.__code__
-        if self.armed and not hooked:
+        if self.armed and (frame is None or not self._is_left_out(frame)):
             self.heard += 1
             raise Alarm
+
+    def _is_left_out(self, frame: Any) -> bool:
+        """Whether Python itself could not go on if the handler raised here."""
+        return (
+            # Python prints an exception that is raised in this hook, and does not raise it.
+            frame.f_code is Bell._not_raised.__code__
+            # The lock of all imports would stay taken.
+            or frame.f_code.co_filename == "<frozen importlib._bootstrap>"
+            # A `finally` of this program, or of a library, would not run.
+            or (escapes is not None and escapes(frame))
+        )
 
     def _not_raised(self, what: Any) -> None:
         self.unseen += 1

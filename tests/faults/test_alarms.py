@@ -121,6 +121,53 @@ def test_a_handler_raises_between_enter_and_the_block_of_a_with(handler):
     assert len(left) == 1
 
 
+class Due:
+    """``-Due()`` makes the signal due.  Python handles it after its next call or jump."""
+
+    __neg__ = staticmethod(functools.partial(_thread.interrupt_main, SIGNAL))
+
+
+def test_a_handler_raises_between_an_error_and_its_finally(handler):
+    """A `finally` and `__exit__` run: Python 3.10 handles signals before them."""
+    handler()
+    lock: Any = threading.RLock()
+    due, left = Due(), list[str]()
+
+    @interruptible
+    def leave_with() -> None:
+        if pending:
+            deliver()
+        with lock:
+            _ = -due
+            raise LookupError
+
+    @interruptible
+    def leave_finally() -> None:
+        if pending:
+            deliver()
+        try:
+            _ = -due
+            raise LookupError
+        finally:
+            left.append("finally")
+
+    @interruptible
+    def leave_both() -> None:
+        if pending:
+            deliver()
+        with lock:
+            try:
+                raise LookupError
+            finally:
+                _ = -due
+
+    for call in leave_with, leave_finally, leave_both:
+        with pytest.raises(Late):
+            shielded(lambda call=call: call())()
+        assert not lock._is_owned()
+    assert left == ["finally"]
+
+
 ASYNCIO = """
 import asyncio, os, signal
 from xpool import Pool

@@ -174,7 +174,7 @@ def until_interrupted(func: Callable[[], object]) -> Callable[[], None]:
 
 def may_raise(frame: FrameType | None) -> bool:
     """Whether a signal handler that interrupts this frame may raise."""
-    if _ENTERING is not None and frame is not None and _enters(frame):
+    if escapes is not None and frame is not None and escapes(frame):
         return False
     while frame is not None:
         mark = _marks.get(id(frame.f_code))
@@ -184,20 +184,30 @@ def may_raise(frame: FrameType | None) -> bool:
     return True
 
 
-def _enters(frame: FrameType) -> bool:
-    """Whether a frame has just called ``__enter__`` for a `with`.
+# If a handler raises in a frame of which this is true, a ``__exit__`` or `finally` of the frame is
+# not run, and a lock stays taken.  None if this version of Python has no such places.
+escapes: Callable[[FrameType], bool] | None = None
 
-    If a handler raised here, Python 3.14 would not call ``__exit__``: a lock would stay taken.
-    """
-    code, at = frame.f_code.co_code, frame.f_lasti
-    return at > 1 and (code[at - 2], code[at]) == _ENTERING
+if sys.version_info < (3, 11):
+    from opcode import opmap
 
+    _RERAISE = opmap["RERAISE"]
 
-_ENTERING: tuple[int, int] | None = None  # two instructions
-if sys.version_info[:2] == (3, 14):
+    def escapes(frame: FrameType) -> bool:
+        """Whether a frame has caught an exception, and has not begun to handle it."""
+        at, trace = frame.f_lasti, sys.exc_info()[2]
+        raised = trace is not None and trace.tb_frame is frame and trace.tb_lasti == at
+        return raised or (at >= 0 and frame.f_code.co_code[at] == _RERAISE)
+
+elif sys.version_info[:2] == (3, 14):
     from opcode import opmap  # takes almost a millisecond
 
     _ENTERING = opmap["LOAD_SPECIAL"], opmap["CALL"]
+
+    def escapes(frame: FrameType) -> bool:
+        """Whether a frame has just called ``__enter__`` for a `with`."""
+        code, at = frame.f_code.co_code, frame.f_lasti
+        return at > 1 and (code[at - 2], code[at]) == _ENTERING
 
 
 def keeps_clear(handler: Any) -> None:
