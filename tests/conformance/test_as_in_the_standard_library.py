@@ -20,7 +20,10 @@ pytestmark = pytest.mark.xpool_only
 def standard():
     """The standard library's pool of threads, which pickles nothing. It closes its descriptors when
     it is collected, so it is made before the leak checks begin."""
-    with multiprocessing.pool.ThreadPool(2) as pool:
+    pool = object.__new__(multiprocessing.pool.ThreadPool)
+    # In another context, the default of Python 3.14, its semaphores have names until then.
+    multiprocessing.pool.Pool.__init__(pool, 2, context=multiprocessing.get_context("fork"))
+    with pool:
         yield pool
     pool.join()
 

@@ -224,6 +224,97 @@ def test_an_error_says_why_a_global_is_not_there(tmp_path):
         assert ("None in this worker" in said) is (name in ("of_global", "of_class"))
 
 
+OF_THE_PROGRAM = """
+import functools
+from xpool import Pool, PoolClosed, ThreadPool
+
+class Toolbox:
+    def __del__(self):
+        self.pool.terminate()
+
+toolbox = Toolbox()
+pool = None
+
+def evaluate(x):
+    return toolbox.scale * x
+
+def look(name):
+    found = getattr(toolbox, name)
+    assert type(found).__name__ in repr(found)
+    return type(found).__name__, isinstance(found, Pool)
+
+def call(path):
+    name, *rest = path.split(".")
+    found = getattr(toolbox, name)
+    try:
+        for attribute in rest:
+            found = getattr(found, attribute)
+        return found()
+    except PoolClosed as error:
+        return str(error)
+
+def send(name):
+    return getattr(toolbox, name)
+
+def use():
+    return pool.apply(abs, (-1,))
+
+def main():
+    global pool
+    toolbox.scale = 2
+    with Pool(1, name="main") as toolbox.pool, ThreadPool(1, name="threads") as toolbox.threads:
+        pool = toolbox.pool
+        toolbox.map, toolbox.mapped = pool.map, functools.partial(pool.map, evaluate)
+        print(toolbox.mapped([1, 2]))
+        toolbox.results = [pool.apply_async(evaluate, (i,)) for i in (1, 2)]
+        toolbox.one, toolbox.stream = toolbox.results[0], pool.imap(evaluate, [3])
+        toolbox.executor = pool.executor()
+        print(pool.map(evaluate, [4]), [one.get() for one in toolbox.results], *toolbox.stream)
+        for name in "pool", "threads", "one", "stream":
+            print(name, *pool.apply(look, (name,)))
+        for path in ("pool.size", "pool.state", "map", "mapped", "threads.close", "one.ready",
+                     "one._ready", "stream.__next__"):
+            print(path, pool.apply(call, (path,)), sep=": ")
+        for func, args in (send, ("pool",)), (use, ()):
+            try:
+                pool.apply(func, args)
+            except Exception as error:
+                print(type(error).__name__, error)
+    pool = toolbox.pool = Pool(1)
+    print(pool.apply(call, ("pool.state",)))
+    pool.terminate()
+
+main()
+"""
+
+IN_A_WORKER = """\
+[2, 4]
+[8] [2, 4] 6
+pool Pool True
+threads ThreadPool False
+one AsyncResult False
+stream IMapIterator False
+pool.size: main belongs to the program; a task that needs workers makes a pool itself
+pool.state: main belongs to the program; a task that needs workers makes a pool itself
+map: main belongs to the program; a task that needs workers makes a pool itself
+mapped: main belongs to the program; a task that needs workers makes a pool itself
+threads.close: None
+one.ready: the result of evaluate() belongs to the program; send what get() returns
+one._ready: the result of evaluate() belongs to the program; send what get() returns
+stream.__next__: the result of evaluate() belongs to the program; send what get() returns
+ResultNotPicklable The result cannot be sent back from the worker: NotImplementedError"""
+
+
+def test_pools_and_results_in_an_object(tmp_path):
+    """A task uses the rest of the object; the pool's methods raise `PoolClosed`."""
+    out = scripts.program(tmp_path, OF_THE_PROGRAM)
+    said, rest = out[: len(IN_A_WORKER)], out[len(IN_A_WORKER) :].splitlines()[1:]
+    assert said == IN_A_WORKER, out
+    # A global itself is as before: the top of the script sets this one to None.
+    assert rest[0].startswith("AttributeError 'NoneType' object has no attribute 'apply'"), out
+    assert "belongs to the program" in rest[1], out
+
+
 LARGE = """
 import xpool
 

@@ -30,7 +30,7 @@ PROGRAM = """
     power = library.pow
 
     class Header(Structure):
-        _pack_ = 1
+        _pack_, _layout_ = 1, "ms"  # Python 3.14 asks for a layout
         _fields_ = [("kind", ctypes.c_uint8), ("value", ctypes.c_float), ("bits", c_int, 3)]
 
         def total(self):

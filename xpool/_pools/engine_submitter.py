@@ -7,11 +7,12 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from xpool._calls.options import label
 from xpool._calls.results import Job
-from xpool._calls.streams import Stream
+from xpool._calls.streams import IMapIterator, Stream
 from xpool._engine.jobs.ranges import CALLS, TaskRange
 from xpool._memory.anonymous_files import File
 from xpool._memory.arena import Arena
@@ -22,6 +23,7 @@ from xpool._pickling.by_value.sent import Book
 from xpool._pickling.diagnose import at, say_where
 from xpool._pickling.frame import BY_PIPE, Layout, Leased, share
 from xpool._pickling.pickler import encode_atoms
+from xpool._pickling.reducers import FOR_SUBCLASSES, Context
 from xpool._pools.hooks import Hooks, Result
 from xpool._pools.input_reader import FlowControl, Runs
 from xpool._pools.job_table import JobTable
@@ -36,10 +38,12 @@ from xpool._pools.submitters import (
 )
 from xpool._python.interrupt import deliver, interruptible, pass_on, pending, shielded
 from xpool._worker.callables import OF_MAPS, TaskFunction, task_function
-from xpool.errors import OptionError, TaskNotPicklable
+from xpool.errors import OptionError, PoolClosed, TaskNotPicklable
 from xpool.pickle import encode
 
 if TYPE_CHECKING:
+    from typing_extensions import Never
+
     from xpool._engine.protocols import EngineProtocol
 
 Payload = bytes | memoryview
@@ -443,3 +447,62 @@ class TaskStream:
 def _number_of(job: Job) -> tuple[int, int | None]:
     """Return the engine's job number of a job, and its item there; None: all items."""
     return (CALLS, job.number) if job.is_call else (job.number, None)
+
+
+# -- pools and results in an object that a task uses -----------------------------------------------
+
+
+class _Elsewhere:
+    """A pool, or a result of one, that an object has brought to another process.
+
+    A task may use the rest of the object.  As in a fork, this has no workers, so its methods raise
+    `PoolClosed`.  Only those that end a pool do nothing, because finalizers call them.
+    """
+
+    _kind: type
+    _why: str
+
+    def __repr__(self) -> str:
+        return f"<{self._kind.__name__}: {self._why}>"
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _OF_ELSEWHERE or name.startswith("__"):
+            return object.__getattribute__(self, name)
+        if callable(getattr(self._kind, name, None)):
+            return MethodType(_refuse, self)
+        return _refuse(self)
+
+    def close(self) -> None: ...
+    def terminate(self) -> None: ...
+    def join(self, timeout: float | None = None) -> None: ...
+
+
+_OF_ELSEWHERE = {"_kind", "_why", "close", "terminate", "join"}
+
+
+def _refuse(self: _Elsewhere, *args: Any, **kwds: Any) -> Never:
+    raise PoolClosed(self._why)
+
+
+def _reduce(pickler: Context, obj: Any) -> Any:
+    """Pickle a pool or a result that is in an object of a global; refuse a global itself."""
+    if pickler.group is None or id(obj) in pickler.group.own:
+        return NotImplemented
+    if isinstance(obj, _Elsewhere):
+        return _elsewhere, (obj._kind, obj._why)
+    if issubclass(type(obj), Hooks):
+        why = f"{obj.name} belongs to the program; a task that needs workers makes a pool itself"
+    else:
+        why = f"the result of {obj.label} belongs to the program; send what get() returns"
+    return _elsewhere, (type(obj), why)
+
+
+def _elsewhere(kind: type, why: str) -> Any:
+    copy_of: Any = type(kind.__name__, (_Elsewhere, kind), {"__module__": kind.__module__})
+    found: Any = object.__new__(copy_of)
+    found._kind, found._why = kind, why
+    return found
+
+
+for _owned in (Hooks, Job, IMapIterator):
+    FOR_SUBCLASSES[_owned] = _reduce

@@ -20,11 +20,12 @@ Shell = tuple[Any, tuple[Any, ...], frozenset[str]]
 
 # -- structures and unions of ctypes ----------------------------------------------------------
 
+_MODULES = "_ctypes", "ctypes"
 _LAYOUT = "_pack_", "_align_", "_layout_", "_anonymous_"
 
 
 def is_structure(cls: type) -> bool:
-    return type(cls).__module__ == "_ctypes"
+    return type(cls).__module__ in _MODULES
 
 
 def structure_shell(cls: Any, token: str) -> Shell | None:
@@ -35,7 +36,8 @@ def structure_shell(cls: Any, token: str) -> Shell | None:
     attributes = vars(cls)
     creation = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     creation |= {name: attributes[name] for name in _LAYOUT if name in attributes}
-    made = {name for name, one in attributes.items() if type(one).__module__ == "_ctypes"}
+    # Since Python 3.14, the type of fields is of the module `ctypes`.
+    made = {name for name, one in attributes.items() if type(one).__module__ in _MODULES}
     args = token, cls.__name__, cls.__bases__, creation
     return _make_structure, args, frozenset({*creation, *made})
 
