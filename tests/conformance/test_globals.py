@@ -226,6 +226,8 @@ def test_an_error_says_why_a_global_is_not_there(tmp_path):
 
 OF_THE_PROGRAM = """
 import functools
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool as StandardPool
 from xpool import Pool, PoolClosed, ThreadPool
 
 class Toolbox:
@@ -268,18 +270,20 @@ def main():
         print(toolbox.mapped([1, 2]))
         toolbox.results = [pool.apply_async(evaluate, (i,)) for i in (1, 2)]
         toolbox.one, toolbox.stream = toolbox.results[0], pool.imap(evaluate, [3])
-        toolbox.executor = pool.executor()
+        toolbox.executors = [pool.executor(), ThreadPoolExecutor(1)]
+        toolbox.standard = StandardPool(1)
         print(pool.map(evaluate, [4]), [one.get() for one in toolbox.results], *toolbox.stream)
         for name in "pool", "threads", "one", "stream":
             print(name, *pool.apply(look, (name,)))
         for path in ("pool.size", "pool.state", "map", "mapped", "threads.close", "one.ready",
-                     "one._ready", "stream.__next__"):
+                     "one._ready", "stream.__next__", "standard.map"):
             print(path, pool.apply(call, (path,)), sep=": ")
         for func, args in (send, ("pool",)), (use, ()):
             try:
                 pool.apply(func, args)
             except Exception as error:
                 print(type(error).__name__, error)
+    toolbox.standard.terminate()
     pool = toolbox.pool = Pool(1)
     print(pool.apply(call, ("pool.state",)))
     pool.terminate()
@@ -302,6 +306,7 @@ threads.close: None
 one.ready: the result of evaluate() belongs to the program; send what get() returns
 one._ready: the result of evaluate() belongs to the program; send what get() returns
 stream.__next__: the result of evaluate() belongs to the program; send what get() returns
+standard.map: the ThreadPool belongs to the program; a task that needs workers makes a pool itself
 ResultNotPicklable The result cannot be sent back from the worker: NotImplementedError"""
 
 

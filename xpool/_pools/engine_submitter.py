@@ -23,7 +23,7 @@ from xpool._pickling.by_value.sent import Book
 from xpool._pickling.diagnose import at, say_where
 from xpool._pickling.frame import BY_PIPE, Layout, Leased, share
 from xpool._pickling.pickler import encode_atoms
-from xpool._pickling.reducers import FOR_SUBCLASSES, Context
+from xpool._pickling.reducers import FOR_SUBCLASSES, LAZY, Context
 from xpool._pools.hooks import Hooks, Result
 from xpool._pools.input_reader import FlowControl, Runs
 from xpool._pools.job_table import JobTable
@@ -453,7 +453,7 @@ def _number_of(job: Job) -> tuple[int, int | None]:
 
 
 class _Elsewhere:
-    """A pool, or a result of one, that an object has brought to another process.
+    """A pool, a result of one or an executor that an object has brought to another process.
 
     A task may use the rest of the object.  As in a fork, this has no workers, so its methods raise
     `PoolClosed`.  Only those that end a pool do nothing, because finalizers call them.
@@ -472,12 +472,12 @@ class _Elsewhere:
             return MethodType(_refuse, self)
         return _refuse(self)
 
-    def close(self) -> None: ...
-    def terminate(self) -> None: ...
-    def join(self, timeout: float | None = None) -> None: ...
+    def _end(self, *args: Any, **kwds: Any) -> None: ...
+
+    close = terminate = join = shutdown = __del__ = _end
 
 
-_OF_ELSEWHERE = {"_kind", "_why", "close", "terminate", "join"}
+_OF_ELSEWHERE = {"_kind", "_why", "close", "terminate", "join", "shutdown"}
 
 
 def _refuse(self: _Elsewhere, *args: Any, **kwds: Any) -> Never:
@@ -485,15 +485,16 @@ def _refuse(self: _Elsewhere, *args: Any, **kwds: Any) -> Never:
 
 
 def _reduce(pickler: Context, obj: Any) -> Any:
-    """Pickle a pool or a result that is in an object of a global; refuse a global itself."""
+    """Pickle such an object if it is in another object; refuse a global itself."""
     if pickler.group is None or id(obj) in pickler.group.own:
         return NotImplemented
     if isinstance(obj, _Elsewhere):
         return _elsewhere, (obj._kind, obj._why)
-    if issubclass(type(obj), Hooks):
-        why = f"{obj.name} belongs to the program; a task that needs workers makes a pool itself"
-    else:
+    if issubclass(type(obj), (Job, IMapIterator)):
         why = f"the result of {obj.label} belongs to the program; send what get() returns"
+    else:
+        name = obj.name if issubclass(type(obj), Hooks) else f"the {type(obj).__name__}"
+        why = f"{name} belongs to the program; a task that needs workers makes a pool itself"
     return _elsewhere, (type(obj), why)
 
 
@@ -504,5 +505,11 @@ def _elsewhere(kind: type, why: str) -> Any:
     return found
 
 
+def _register(module: str, name: str) -> None:
+    FOR_SUBCLASSES[getattr(import_module(module), name)] = _reduce
+
+
 for _owned in (Hooks, Job, IMapIterator):
     FOR_SUBCLASSES[_owned] = _reduce
+for _of in (("concurrent.futures._base", "Executor"), ("multiprocessing.pool", "Pool")):
+    LAZY[_of[0]] = functools.partial(_register, *_of)
