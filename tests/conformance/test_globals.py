@@ -133,6 +133,7 @@ def test_globals_of_each_process(tmp_path):
 EXPLAINED = """
 import functools
 import os
+import threading
 import timeit
 import traceback
 import xpool
@@ -188,10 +189,18 @@ def measures(x):
 def misses(x):
     return next(rows)
 
+class Client:
+    def __init__(self):
+        self.lock, self.rows = threading.Lock(), rows
+
+def in_object(x):
+    return client
+
 if __name__ == "__main__":
     rows = (row for row in range(3))
+    client = Client()
     pool = Config.pool = xpool.Pool(1)
-    for func in of_global, of_class, of_other, reads, wrapped, calls, measures, misses:
+    for func in of_global, of_class, of_other, reads, wrapped, calls, measures, misses, in_object:
         try:
             pool.map(func, [7])
         except Exception as error:
@@ -212,6 +221,7 @@ SAID = {
     "calls": (ALONE,),
     "measures": ("has 'hit', it was not sent to this worker",),
     "misses": ("item 0 of misses(): 7", "was not sent to this worker"),
+    "in_object": ("a generator object", " at rows"),  # and not the lock
 }
 
 

@@ -6,10 +6,12 @@ Each test is skipped if its library is not installed.
 from __future__ import annotations
 
 import typing
+from pathlib import Path
 from typing import Any
 
 import pytest
 from receiver import Receiver
+from support import scripts
 
 
 def _library(name: str) -> Any:
@@ -218,3 +220,47 @@ def test_polars(receiver: Receiver):
         receiver.call(lambda lazy: lazy.select(double).sum().collect(), frame.lazy()).item() == 12
     )
     assert receiver.call(lambda: frame.height) == 3
+
+
+def test_peewee(receiver: Receiver):
+    """A local model has its database, whose state is a `threading.local` of a class of its own."""
+    peewee = _library("peewee")
+
+    class Point(peewee.Model):
+        x = peewee.IntegerField()
+
+        class Meta:
+            database = peewee.SqliteDatabase(":memory:")
+
+    def stored() -> list[int]:
+        Point.create_table()
+        Point.create(x=3)
+        return [point.x for point in Point.select()]
+
+    assert receiver.call(stored) == [3]
+
+
+BOUND = """
+    from loguru import logger
+    from xpool import Pool
+
+    logger.remove()
+    logger.add("run.log", format="{message} {extra}")
+    bound = logger.bind(part="a")
+
+    def task(i):
+        bound.info(f"task {i}")
+
+    if __name__ == "__main__":
+        with Pool(1) as pool, logger.contextualize(run=7):
+            pool.map(task, [1, 2])
+        with open("run.log") as lines:
+            print(lines.read())
+"""
+
+
+def test_a_bound_logger_of_loguru(tmp_path: Path):
+    """It has the handlers of the worker, and the fields of the program's context."""
+    _library("loguru")
+    out = scripts.program(tmp_path, BOUND.replace("run.log", str(tmp_path / "run.log")))
+    assert out.splitlines() == [f"task {i} {{'run': 7, 'part': 'a'}}" for i in (1, 2)] + [""]

@@ -361,6 +361,22 @@ if find_spec("mpmath"):
         "import mpmath; mpmath.mp.prec = 80",
         LOOK,
     )
+if find_spec("loguru"):
+    SET = "from loguru._logger import context; context.set"
+    CASES["context of loguru"] = Case(
+        f"{SET}(dict(run=1))",
+        f"{SET}({{}})",
+        f"{SET}(dict(own=2))",
+        "__import__('loguru')._logger.context.get()",
+    )
+if find_spec("structlog"):
+    SET = "import structlog; structlog.contextvars"
+    CASES["context of structlog"] = Case(
+        f"{SET}.bind_contextvars(run=1, fold='a')",
+        f"{SET}.unbind_contextvars('run', 'fold')",
+        f"{SET}.bind_contextvars(own=2)",
+        "__import__('structlog').contextvars.get_contextvars()",
+    )
 if hasattr(sys, "set_int_max_str_digits"):
     CASES["digits of int"] = Case(
         "sys.set_int_max_str_digits(5000)",

@@ -68,7 +68,7 @@ def refusal(
     elif isinstance(error, RecursionError):
         hint = "The object is nested too deeply; send it in flatter form."
     elif isinstance(culprit, type) and type(culprit).__module__ != "_ctypes":
-        hint = "Define the class in a module of its own: workers import it, and get no definition."
+        hint = _DEFINED
     else:
         hint = _HINTS.get(kind, _HINT)
     path = path.lstrip(".")
@@ -238,12 +238,16 @@ _OF_FILES = dict.fromkeys(
     ("TextIOWrapper", "BufferedReader", "BufferedWriter", "BufferedRandom", "FileIO"),
     "Send the file's path and open it in the worker.",
 )
+_DEFINED = "Define the class in a module of its own: workers import it, and get no definition."
+
 _HINTS = {
     "generator": "Send list(generator), or have the worker make the generator.",
     "lock": _LOCK,
     "RLock": _LOCK,
     **_OF_FILES,
     "module": "Make it with a name of its own, or put it into sys.modules under this name.",
+    "WeakValueDictionary": _DEFINED,
+    "WeakKeyDictionary": _DEFINED,
     "coroutine": "Send the coroutine function and its arguments, and run it in the worker.",
 }
 

@@ -335,6 +335,7 @@ def _finish(done: Any, run: Callable[..., Any], obj: Any, **options: Any) -> Pic
 
 def _after(error: Exception, obj: Any, **options: Any) -> Pickled:
     """Pickle with dill's pickler an object for which the C pickler has raised an error."""
+    trial = partial(fails, in_group=options.get("group") is not None)
     # If a reducer of xpool has refused the object, or memory is short, dill would fail, too.
     if isinstance(error, (XPoolError, MemoryError)):
         diagnose.locate(error, obj)
@@ -342,7 +343,7 @@ def _after(error: Exception, obj: Any, **options: Any) -> Pickled:
     # After other errors than these, dill cannot pickle the object either.
     usual = isinstance(error, (PicklingError, TypeError, AttributeError))
     if isinstance(error, reducers.Refused) or not usual:
-        raise diagnose.refusal(obj, error, fails)
+        raise diagnose.refusal(obj, error, trial)
     try:
         return _finish(_run_dill(obj, **options), _run_dill, obj, **options)
     except (XPoolError, MemoryError) as second:
@@ -356,7 +357,7 @@ def _after(error: Exception, obj: Any, **options: Any) -> Pickled:
         if not (without or type(error) is TypeError or diagnose.foreign_frame(error)):
             error = second
     # Raised outside of the handler, so that an object's own exception keeps its context.
-    raise diagnose.refusal(obj, error, fails, no_dill=without)
+    raise diagnose.refusal(obj, error, trial, no_dill=without)
 
 
 _IN_MEMORY = (io.BytesIO, io.StringIO)
@@ -418,15 +419,19 @@ def _run_dill(obj: Any, layout: Layout, **options: Any) -> Any:
     return slow
 
 
-def fails(obj: Any) -> BaseException | None:
-    """Return the error if neither pickler can pickle an object, else None."""
+def fails(obj: Any, in_group: bool = False) -> BaseException | None:
+    """Return the error if neither pickler can pickle an object, else None.
+
+    ``in_group``: as a global of the program, in which locks can be sent.
+    """
+    options = {"group": reducers.Group({}, {})} if in_group else {}
     try:
-        _FastPickler(_PLAIN).dump(obj)
+        _run_fast(obj, _PLAIN, **options)
     except Exception as error:
         if by_handler(error):
             raise
         try:
-            _run_dill(obj, _PLAIN)
+            _run_dill(obj, _PLAIN, **options)
         except Exception as second:
             if by_handler(second):
                 raise

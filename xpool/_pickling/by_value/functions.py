@@ -51,6 +51,7 @@ from xpool._pickling.reducers import (
     Context,
     Instead,
     Refused,
+    is_message,
     register,
     set_attributes,
 )
@@ -481,7 +482,7 @@ def _lazy_locks() -> None:
         return (threading.RLock if type(obj) is rlock else threading.Lock), ()
 
     def reduce_local(pickler: Context, obj: Any) -> Any:
-        if pickler.group is None:
+        if is_message(pickler):
             return NotImplemented
         init: Any = type(obj).__init__
         in_python = type(init) is FunctionType

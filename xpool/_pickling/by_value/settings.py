@@ -251,6 +251,24 @@ def _set_parameter(matplotlib: Any, name: str, value: Any) -> None:
     matplotlib.rcParams[name] = value
 
 
+def _fields(library: str, module: str, peek: Any, set: Callable[[Any, Any], object]) -> Line:
+    """Return the row of a logging library's fields in the present context: `SIMPLE` values."""
+
+    def value(token: Any) -> Any:
+        return tuple((name, one) for name, one in token.items() if type(one) in SIMPLE)
+
+    return Line(f"context of {library}", module, (), peek, set, value, keep=dict, per_thread=True)
+
+
+def _set_loguru(module: Any, value: Any) -> None:
+    module.context.set(dict(value))
+
+
+def _set_structlog(module: Any, value: Any) -> None:
+    module.clear_contextvars()
+    module.bind_contextvars(**dict(value))
+
+
 class Umask(Row):
     """The mask of new files, which can be read only by setting it.
 
@@ -383,6 +401,8 @@ TABLE: tuple[Row, ...] = (
         lambda mpmath: lambda: mpmath.mp.prec,
         lambda mpmath, value: setattr(mpmath.mp, "prec", value),
     ),
+    _fields("loguru", "loguru._logger", lambda module: module.context.get, _set_loguru),
+    _fields("structlog", "structlog.contextvars", "get_contextvars", _set_structlog),
 )
 
 _ROWS = {row.name: row for row in TABLE}

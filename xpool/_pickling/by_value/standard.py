@@ -258,6 +258,20 @@ def own_logger(kind: Any, name: str) -> Any:
 LAZY["logging"] = _lazy_logging
 
 
+def _lazy_loguru() -> None:
+    logger: Any = sys.modules["loguru"].logger
+
+    @register(type(logger._core))
+    def reduce(pickler: Context, core: Any) -> Any:
+        """Leave a global `logger.bind(...)` the handlers of the receiver."""
+        if is_message(pickler) or core is not logger._core:
+            return NotImplemented
+        return operator.attrgetter("logger._core"), (sys.modules["loguru"],)
+
+
+LAZY["loguru._logger"] = _lazy_loguru
+
+
 def load_library(kind: Any, name: Any, use_errno: bool) -> Any:
     return kind(name, use_errno=use_errno)
 
