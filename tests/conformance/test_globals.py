@@ -834,6 +834,46 @@ def test_variables_in_texts_for_pandas(tmp_path):
     assert out == "True\n" + "True True\n" * 3
 
 
+IN_TEXTS = """
+import texts
+import xpool
+
+rate = 1
+
+def scale(x):
+    return x * rate
+
+frame, other = [1, 2], [3]
+
+def fit(x):
+    return texts.formula(f"y ~ scale(x) + {x}")(x)
+
+def select():
+    return texts.sql("select max(a) from frame Left JOIN other")
+
+if __name__ == "__main__":
+    rate = 2
+    with xpool.Pool(1) as pool:
+        print(pool.apply(fit, (3,)), pool.apply(select))
+"""
+
+TEXTS = """
+import sys
+
+def formula(text):
+    return sys._getframe(1).f_globals["scale"]
+
+def sql(text):
+    values = sys._getframe(1).f_globals
+    return [values["frame"], values["other"]]
+"""
+
+
+def test_variables_in_formulas_and_queries(tmp_path):
+    """As statsmodels and duckdb do, a function finds globals of its caller that a text names."""
+    assert scripts.program(tmp_path, IN_TEXTS, texts=TEXTS) == "6 [[1, 2], [3]]\n"
+
+
 IN_FILES = """
 import numpy
 ROWS = numpy.memmap("rows", "f4", "r+", shape=(100, 300))

@@ -62,6 +62,20 @@ _OF_FRAMES = frozenset({"query", "eval"})
 """Methods of pandas that get a text in which `@` stands before a variable."""
 
 
+_OF_SQL = frozenset({"sql", "execute", "query", "from_query"})
+"""Functions of duckdb that get a text with the names of frames."""
+
+
+def _names_in(text: str, named: tuple[str, ...]) -> Iterator[str]:
+    """Yield the variables in a text of code that names these functions."""
+    if "@" in text and not _OF_FRAMES.isdisjoint(named):  # `frame.query("price < @limit")`
+        yield from re.findall(f"@({_WORD})", text)
+    if "~" in text:  # a formula: `ols("price ~ scale(size)", frame)`
+        yield from re.findall(_WORD, text)
+    if not _OF_SQL.isdisjoint(named):  # `duckdb.sql("select max(price) from frame")`
+        yield from re.findall(rf"\b(?:from|join)\s+({_WORD})", text, re.IGNORECASE)
+
+
 class Code:
     """What code uses, with the functions and classes in it."""
 
@@ -95,9 +109,9 @@ class Code:
         if not _BY_NAME.isdisjoint(code.co_names):  # `getattr(module, "rate")`
             texts = (one for one in code.co_consts if type(one) is str)
             self.attributes.update(one for one in texts if one.isidentifier())
-        if not _OF_FRAMES.isdisjoint(code.co_names):  # `frame.query("price < @limit")`
-            texts = (one for one in code.co_consts if type(one) is str and "@" in one)
-            self.names.update(name for one in texts for name in re.findall(f"@({_WORD})", one))
+        for text in code.co_consts:
+            if type(text) is str:
+                self.names.update(_names_in(text, code.co_names))
         import dis  # imported here, because its import is slow
 
         last = part = ""
