@@ -264,3 +264,26 @@ def test_a_bound_logger_of_loguru(tmp_path: Path):
     _library("loguru")
     out = scripts.program(tmp_path, BOUND.replace("run.log", str(tmp_path / "run.log")))
     assert out.splitlines() == [f"task {i} {{'run': 7, 'part': 'a'}}" for i in (1, 2)] + [""]
+
+
+IN_RUST = """
+    import os, sys
+    sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "site-packages"))
+
+    from rusty import Opened
+    from xpool import Pool
+
+    def task(kind):
+        return Opened is kind is sys.modules["rusty"].Opened, isinstance(Opened(), kind)
+
+    with Pool(1) as pool:
+        print(pool.apply(task, (Opened,)))
+"""
+
+
+def test_classes_that_do_not_name_their_module(tmp_path: Path):
+    """Those in Rust are found where an installed module has them, as `safetensors.safe_open`."""
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "rusty.py").write_text("class Opened:\n    __module__ = 'builtins'\n")
+    assert scripts.program(tmp_path, IN_RUST) == "(True, True)\n"
