@@ -425,3 +425,23 @@ if __name__ == "__main__":
 def test_a_program_ends_with_an_iterator(tmp_path):
     """A global iterator whose pool has ended prints nothing when Python ends."""
     assert scripts.program(tmp_path, UNFINISHED) == ""
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_loop_that_notes_errors_ends_after_its_pool(kind, make_pool, verb):
+    """Each thread gets the error of the whole job, but such a loop does not go on for ever."""
+    pool = make_pool(kind, 2)
+    results = getattr(pool, verb)(work.square, iter(int, 1), buffersize=1)
+    assert next(results) == 0
+    pool.terminate()
+    errors = []
+    while True:
+        try:
+            next(results)
+        except StopIteration:
+            break
+        except xpool.PoolClosed as error:
+            errors.append(error)
+    assert len(errors) == 1000
+    assert list(results) == []

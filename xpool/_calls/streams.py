@@ -68,6 +68,11 @@ def _size(value: Any, depth: int) -> int:
     return sum(getattr(part, "nbytes", 0) for part in parts)
 
 
+MOST_RAISED = 1000
+"""How often an iterator raises the error of its whole job: each of several threads gets it, but a
+loop that notes the errors of single items and goes on must end."""
+
+
 class ResultBuffer:
     """The unpickled values that the caller gets next, and counts.
 
@@ -116,7 +121,8 @@ class IMapIterator(Iterator[T]):
         self._arrived: dict[int, tuple[bool, Any, int, int]] = {}
         self._next = 0  # index of the first task that was not moved to the buffer
         self._length: int | None = None  # number of tasks, when the input has ended
-        self._failure: BaseException | PickledResult | None = None
+        self._failure: BaseException | PickledResult | None = None  # of the whole job
+        self._raised = 0  # how often a caller got it
         # Held while answers are unpickled, so that each is unpickled once.  Reentrant, because code
         # that unpickling runs, or a signal handler, may ask for the next result.
         self._taking = threading.RLock()
@@ -163,7 +169,8 @@ class IMapIterator(Iterator[T]):
         """Return the next result.  Wait for it at most ``timeout`` seconds; None: without limit.
 
         Raises:
-            StopIteration: all results were returned.
+            StopIteration: all results were returned, or the error of the whole job was raised by a
+                thousand calls.
             multiprocessing.TimeoutError: the result has not arrived in time.
             Exception: the error of the task or the input; a `RuntimeError` for a StopIteration.
             RuntimeError: a finalizer has called this, and no result can arrive any more.
@@ -271,8 +278,11 @@ class IMapIterator(Iterator[T]):
             if first not in self._arrived:
                 if first == self._length:
                     raise StopIteration
-                if self._failure is not None:
+                if self._failure is not None and self._raised < MOST_RAISED:
+                    self._raised += 1
                     raise self._as_error(exception_in(self._failure))
+                if self._failure is not None:
+                    raise StopIteration
                 return False
             # Unpickled before they are removed: if a signal handler raises, the answers remain.
             buffer = self.buffer
