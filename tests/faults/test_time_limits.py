@@ -284,6 +284,31 @@ def test_an_import_that_ends_in_time(process_kind, make_pool, mailbox, gate):
     assert pool.apply(work.import_plugin) == ["plugin"]
 
 
+class Finalized:
+    def __init__(self, box, gate):
+        self.box, self.gate = box, gate
+
+    def __del__(self):
+        work.post_and_gate(self.box, self.gate)
+
+
+def finalize(box, gate):
+    Finalized(box, gate)
+    while True:
+        time.sleep(0.001)
+
+
+def test_a_finalizer_is_not_interrupted(process_kind, make_pool, mailbox, gate, monkeypatch):
+    """A task is stopped after its finalizer, in which Python would only print the exception."""
+    monkeypatch.setattr(monitor, "STOP_GRACE_SECONDS", WAIT)
+    pool = make_pool(process_kind, 1)
+    result = pool.apply_async(finalize, (mailbox.path, gate.path))
+    pid = mailbox.line()
+    assert result.cancel()
+    gate.open(1)
+    assert pool.apply(os.getpid) == int(pid)
+
+
 def test_the_default_of_the_pool(process_kind, make_pool):
     """`task_timeout=` is the limit for every verb that gives no other limit."""
     pool = make_pool(process_kind, 1, work.nothing, task_timeout=LIMIT)

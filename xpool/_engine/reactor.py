@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,10 @@ MOST_WAIT_SECONDS = 86400.0
 
 _IN, _OUT = select.POLLIN, select.POLLOUT  # epoll's numbers are the same
 _epoll: Any = getattr(select, "epoll", None)
+
+# Makes an object that closes a descriptor when it goes, in C code.  A finalizer in Python may run
+# in the main thread, and would not close it if a signal handler raised there.
+_owner: Any = getattr(_epoll or getattr(select, "kqueue", None), "fromfd", os.fdopen)
 
 
 class _Poll:
@@ -85,6 +88,7 @@ class Reactor:
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._timers: TimeQueue[Timer] = TimeQueue()
         self.closed = False
+        self._kept: list[Any] = []  # owners of descriptors: see `close`
 
     def now(self) -> float:
         """Return the time in seconds, by the clock of the timers.
@@ -177,7 +181,7 @@ class Reactor:
             self._epoll.close()
             for fd in self._wake_r, self._wake_w:
                 if awaits_nudge:
-                    weakref.finalize(self, os.close, fd).atexit = False
+                    self._kept.append(_owner(fd))
                 else:
                     os.close(fd)
 
