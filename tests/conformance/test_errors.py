@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import io
 import multiprocessing.pool
@@ -115,6 +116,31 @@ def test_a_function_that_cannot_be_unpickled_for_the_moment(process_kind, make_p
     func: Any = LacksMemoryOnce(str(tmp_path / "flag"))
     failed, *others = pool.map(func, [-1, -2, -3], 1, on_error="return")
     assert type(failed) is MemoryError and others == [2, 3]
+
+
+class NeitherTrueNorFalse(Exception):
+    def __bool__(self):
+        raise RuntimeError("neither")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("error", [NeitherTrueNorFalse("text"), Frozen(3)])
+def test_exceptions_of_odd_classes(process_kind, make_pool, error):
+    """They arrive, also if Python cannot format them, or if they take no attributes."""
+
+    def fail():
+        raise error
+
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(type(error)) as caught:
+        pool.apply(fail)
+    assert caught.value.args == error.args and "in fail" in str(caught.value.__cause__)
+    assert pool.apply(work.square, (2,)) == 4
 
 
 def test_exceptions_that_do_not_pickle(process_kind, make_pool):

@@ -455,6 +455,21 @@ def test_a_callback_that_raises(executor, gate, caplog):
     assert "exception calling callback" in caplog.text and "ZeroDivisionError" in caplog.text
 
 
+class Errors(Exception):
+    def __len__(self):
+        return 0
+
+
+def raise_errors():
+    raise Errors
+
+
+def test_an_exception_that_is_false(executor):
+    """It is raised. `concurrent.futures` returns None until Python 3.14."""
+    with pytest.raises(Errors):
+        executor.submit(raise_errors).result(WAIT)
+
+
 @pytest.mark.parametrize("end", ["terminate_workers", "kill_workers"])
 def test_workers_are_stopped(gate, end):
     """Both methods cancel waiting calls, fail the running call and unfinished maps, stop drawing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import pickle
 import sys
 import threading
@@ -57,14 +58,28 @@ class RaisingReduce(Exception):
 
 
 class Refusing(Exception):
-    def __new__(cls, *args: Any) -> Any:
-        return super().__new__(cls, *args)
-
-    def __setstate__(self, state: Any) -> None:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
         raise RuntimeError("never")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError("never")
+
+
+class RaisingSetstate(Exception):
+    def __setstate__(self, state: Any) -> None:
+        raise RuntimeError("no")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+    reason: str = "why"
+
+
+class WithoutSetattr(Exception):
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(name)
 
 
 class OwnReduce(Exception):
@@ -101,6 +116,8 @@ EXAMPLES: list[BaseException] = [
     OwnNew(1, 2),
     FromOSError("somewhere"),
     OwnReduce(1, 2),
+    Frozen(1),
+    WithoutSetattr("a"),
     WorkerDied(1, -9, 0, "f"),
 ]
 
@@ -285,6 +302,16 @@ def test_a_group_with_unpicklable_members() -> None:
     assert back.exceptions[1].args == (2,) and "Refusing('message')" in str(back.exceptions[2])
     deep = ExceptionGroup("outer", [ExceptionGroup("inner", [exc]), KeyError("k")])
     assert vars(trip(deep).exceptions[0].exceptions[0])["code"] == 1
+
+
+def test_attributes_that_the_class_does_not_set() -> None:
+    """They arrive, also if `__setstate__` or `__setattr__` refuses, and the other ones are left
+    out."""
+    for exc in (RaisingSetstate("a"), WithoutSetattr("a"), Frozen(1)):
+        vars(exc).update(more=5, lock=threading.Lock())
+        back = trip(exc)
+        assert type(back) is type(exc) and back.args == exc.args
+        assert back.more == 5 and not hasattr(back, "lock")
 
 
 def test_no_code_of_the_class_runs() -> None:

@@ -161,7 +161,11 @@ class _Future(concurrent.futures.Future[T]):
                 timeout = _await(job, timeout)
             if self._forked is not None:
                 raise _as_broken(self._forked)
-            return _result(self, timeout)
+            value = _result(self, timeout)
+            # Before Python 3.14, `Future.result` takes an exception that is false for none.
+            if value is None and self._exception is not None:
+                raise self._exception
+            return value
         finally:
             del self, job  # breaks a reference cycle: the error's traceback keeps this frame
 

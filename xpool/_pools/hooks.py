@@ -42,7 +42,8 @@ class Carried:
 
 
 def _carry(exc: BaseException, text: str) -> Carried:
-    exc.__cause__ = errors.RemoteTraceback(text)
+    # Not `exc.__cause__ = ...`, which the class may forbid, as a frozen dataclass does.
+    object.__setattr__(exc, "__cause__", errors.RemoteTraceback(text))
     return Carried(exc)
 
 

@@ -583,7 +583,11 @@ def _text_of(exc: BaseException, tb: TracebackType | None) -> str:
     traceback = failures.ready()
     if isinstance(exc, ModuleNotFoundError):
         _say_where(exc)
-    return "".join(traceback.format_exception(type(exc), exc, tb))
+    try:
+        return "".join(traceback.format_exception(type(exc), exc, tb))
+    except Exception:  # the exception's own `__bool__` or `__getattribute__` can raise any error
+        lines = traceback.format_tb(tb)
+        return "".join(("Traceback (most recent call last):\n", *lines, type(exc).__name__, "\n"))
 
 
 def _say_where(exc: ModuleNotFoundError) -> None:

@@ -133,7 +133,8 @@ class _Salvaged:
             kept = args[0], [_salvaged_member(member) for member in args[1]]
         else:
             kept = tuple(arg if _travels(arg) else str(_text(arg)) for arg in args)
-        return _rebuild, (cls, kept), {k: v for k, v in state.items() if _travels(v)}
+        state = {name: value for name, value in state.items() if _travels(value)}
+        return _rebuild, (cls, kept), state, None, None, _set
 
 
 def _salvaged_member(exc: BaseException) -> Any:
@@ -155,8 +156,14 @@ def _travels(obj: Any) -> bool:
 
 
 def _raised(exc: BaseException, text: str) -> BaseException:
-    exc.__cause__ = errors.RemoteTraceback(text)
+    _set(exc, {"__cause__": errors.RemoteTraceback(text)})
     return exc
+
+
+def _set(exc: BaseException, state: dict[str, Any]) -> None:
+    """Set attributes; the class may forbid it, as a frozen dataclass does."""
+    for name, value in state.items():
+        object.__setattr__(exc, name, value)
 
 
 # -- exceptions anywhere in a message ---------------------------------------------------------
@@ -165,20 +172,23 @@ _GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 o
 
 
 def reduce_exception(pickler: Context, exc: BaseException) -> Any:
-    """Reduce an exception whose class has an ``__init__`` or ``__new__`` in Python, or an
-    AttributeError with a name, which its own ``__reduce__`` leaves out before Python 3.12.
+    """Reduce an exception whose class has an ``__init__``, ``__new__`` or ``__setattr__`` in
+    Python, or an AttributeError with a name, which its own ``__reduce__`` leaves out before Python
+    3.12.
 
     Leave all others to the pickler, because loading them calls no Python code.
     """
     cls = type(exc)
     # Not those of a NameError: Python would look for similar names in the frames of the receiver.
     named = isinstance(exc, AttributeError) and exc.name is not None
-    if not (named or in_python(cls, "__init__") or in_python(cls, "__new__")):
+    sets = in_python(cls, "__setattr__")
+    if not (named or sets or in_python(cls, "__init__") or in_python(cls, "__new__")):
         return NotImplemented
     if any(in_python(cls, name) for name in ("__reduce__", "__reduce_ex__", "__setstate__")):
         return NotImplemented
     cls, args, state = _parts(exc)
-    return _rebuild, (cls, args), state
+    reduced = _rebuild, (cls, args), state
+    return (*reduced, None, None, _set) if sets else reduced
 
 
 def _parts(exc: BaseException) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
