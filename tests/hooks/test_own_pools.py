@@ -79,8 +79,12 @@ def test_put_that_raises(own, make_pool, monkeypatch):
     assert pool.apply(work.same, ("accept",)) == "accept"
 
 
-@pytest.mark.parametrize("verb", ["map", "imap"])
-def test_a_second_result_of_a_task(make_pool, verb):
+MANY = ["map", "imap", "imap_unordered"]
+
+
+@pytest.mark.parametrize("options", [{}, {"on_error": "return"}], ids=str)
+@pytest.mark.parametrize("verb", MANY)
+def test_a_second_result_of_a_task(make_pool, verb, options):
     """It fails its job: nobody gets too few values, or waits for the task that has no result."""
 
     class AllTheFirst(QueueThreadPool):
@@ -89,9 +93,81 @@ def test_a_second_result_of_a_task(make_pool, verb):
             return job, 0, result
 
     pool = make_pool(AllTheFirst, 2)
-    with pytest.raises(RuntimeError, match=r"two results of (item|task) 0 of abs\(\)"):
+    for func in (abs, work.fail) if options else (abs,):
+        with pytest.raises(RuntimeError, match=r"two results of (item|task) 0 of "):
+            list(getattr(pool, verb)(func, [1, 2, 3], **options))
+    assert pool.apply(abs, (-4,)) == 4
+
+
+@pytest.mark.parametrize("verb", MANY)
+@pytest.mark.parametrize("base", [xpool.Pool, xpool.ThreadPool, QueueThreadPool])
+def test_a_task_that_is_put_twice(make_pool, base, verb):
+    """It fails its map, whose other tasks would have no result. A single call has one result."""
+
+    class PutTwice(base):  # type: ignore[valid-type]
+        def pool_inqueue_put(self, task):
+            super().pool_inqueue_put(task)
+            if task is not None:
+                super().pool_inqueue_put(task)
+
+    pool = make_pool(PutTwice, 2)
+    with pytest.raises(RuntimeError, match=r"two results of (item|task) \d of abs\(\)"):
         list(getattr(pool, verb)(abs, [1, 2, 3]))
     assert pool.apply(abs, (-4,)) == 4
+
+
+@pytest.mark.parametrize("verb", MANY)
+@pytest.mark.parametrize("make", [list, iter])
+@pytest.mark.parametrize("base", [xpool.Pool, xpool.ThreadPool, QueueThreadPool])
+def test_a_result_of_a_task_that_was_not_put(make_pool, base, make, verb):
+    """It fails its job. A later result of the right task does not come too late."""
+
+    class AddsSeven(base):  # type: ignore[valid-type]
+        def pool_inqueue_put(self, task):
+            super().pool_inqueue_put(task and (task[0], task[1] + 7, *task[2:]))
+
+    pool = make_pool(AddsSeven, 2)
+    with pytest.raises(
+        RuntimeError, match=r"a result of (item|task) \d of abs\(\), which was not put"
+    ):
+        list(getattr(pool, verb)(abs, make([1, 2, 3])))
+    assert pool.apply(abs, (-4,)) == 4
+
+
+@pytest.mark.parametrize("verb", ["apply", *MANY])
+@pytest.mark.parametrize("value", ["text", ValueError, StopIteration, None])
+def test_a_failed_task_without_an_exception(make_pool, value, verb):
+    class Fails(QueueThreadPool):
+        def pool_outqueue_get(self, timeout):
+            job, chunk, _ = super().pool_outqueue_get(timeout)
+            return job, chunk, (False, value)
+
+    pool = make_pool(Fails, 1)
+    with pytest.raises(TypeError, match="value of a failed task must be an exception, not"):
+        list(getattr(pool, verb)(abs, [1]))
+
+
+def test_a_number_of_a_job_that_is_a_text(make_pool):
+    """It ends the pool: its results would never be found."""
+
+    class Texts(QueueThreadPool):
+        def pool_outqueue_get(self, timeout):
+            job, chunk, result = super().pool_outqueue_get(timeout)
+            return str(job), chunk, result
+
+    with pytest.raises(xpool.errors.InternalError, match="as the number of a job, not an int"):
+        make_pool(Texts, 1).apply(abs, (1,))
+
+
+def test_a_hook_that_passes_on_the_values_of_generators(make_pool):
+    """The numbers of their tasks say nothing of the items."""
+
+    class Looks(xpool.Pool):
+        def pool_outqueue_get(self, timeout):
+            return super().pool_outqueue_get(timeout)
+
+    pool = make_pool(Looks, 2)
+    assert list(pool.imap(range, [3, 2, 40], yields=True)) == [*range(3), *range(2), *range(40)]
 
 
 def test_tasks_have_the_documented_shape(own, make_pool, monkeypatch):

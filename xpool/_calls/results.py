@@ -151,9 +151,16 @@ class Job:
         """Take the answer of the tasks from ``index`` on.  Return whether all are now answered."""
         raise NotImplementedError
 
-    def is_second(self, index: int, ok: bool) -> bool:
-        """Whether an answer is another one of a task, and would hide that a task has none."""
-        return False
+    def misfit(self, index: int, ok: bool, value: Any) -> str:
+        """Return what is wrong with an answer that would hide that a task has none; empty: nothing.
+
+        Called before `deliver`, if a subclass of a pool has hooks.
+        """
+        return ""
+
+    def surplus(self, index: int) -> str:
+        """Return what is wrong with the answer of a task that does not exist."""
+        return f"a result of {self.describe(index)}, which was not put"
 
     def fail(self, exc: BaseException | PickledResult) -> None:
         """Answer all unanswered tasks with ``exc``."""
@@ -401,7 +408,7 @@ class MapResult(AsyncResult[list[T]]):
         error_callback: Callable[[BaseException], object] | None = None,
     ) -> None:
         super().__init__(number, label, pool, callback, error_callback)
-        self._left = tasks
+        self._left = self._tasks = tasks
         self._chunked = chunked
         self.chunksize = 1
         self._failed = 0  # the number of the task whose error `get` raises
@@ -426,11 +433,16 @@ class MapResult(AsyncResult[list[T]]):
         elif self._success:
             self._pieces[index] = value
         self._left -= tasks
-        self.settled = self._left == 0
+        self.settled = self._left <= 0
         return self.settled
 
-    def is_second(self, index: int, ok: bool) -> bool:
-        return ok and index in self._pieces
+    def misfit(self, index: int, ok: bool, value: Any) -> str:
+        if not 0 <= index < self._tasks:
+            return self.surplus(index)
+        # If the job has failed, its other answers do not matter.
+        if index in self._pieces and (ok or self.options.returns_errors):
+            return f"two results of {self.describe(index)}"
+        return ""
 
     def _assembled(self, value: Any) -> Any:
         if not self._success:

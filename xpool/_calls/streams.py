@@ -19,6 +19,7 @@ from xpool._calls.results import (
     about_to_block,
     exception_in,
     refuse_inside,
+    tasks_in,
 )
 from xpool._python.failures import number_item
 from xpool._python.waiters import Waiters, deadline_of, next_of
@@ -389,11 +390,6 @@ class IMapIterator(Iterator[T]):
         if place <= self._next and self._waiters.copy():
             self._waiters.wake()
 
-    def has_answer(self, index: int) -> bool:
-        """Whether the answer of task ``index`` has arrived."""
-        # In this order, because `_move` sets `_next` before it empties the dict.
-        return index in self._arrived or index < self._next
-
     def finish(self, length: int) -> None:
         """Record that the input had ``length`` tasks."""
         self._length = length
@@ -428,6 +424,9 @@ class Stream(Job):
         self._iterator = weakref.ref(iterator, lambda _: None if ends() else gone())
         self._answered = 0
         self._length: int | None = None
+        # Set by `misfit`: all tasks before this one have an answer, and so have those beyond.
+        self._all_before = 0
+        self._beyond: set[int] | None = None
         # The error of the input, in place of a task: of an unordered stream it comes last.
         self._input_error: tuple[int, Any] | None = None
         # Called with the number of answered tasks, if drawing the input depends on it.
@@ -465,9 +464,20 @@ class Stream(Job):
         self.settled = True
         return True
 
-    def is_second(self, index: int, ok: bool) -> bool:
-        iterator = self._iterator()
-        return iterator is not None and iterator.ordered and iterator.has_answer(index)
+    def misfit(self, index: int, ok: bool, value: Any) -> str:
+        if self._beyond is None:
+            self._beyond = set()
+        beyond = self._beyond
+        for task in range(index, index + tasks_in(value)):
+            if task < self._all_before or task in beyond:
+                return f"two results of {self.describe(task)}"
+            if self._length is not None and task >= self._length:
+                return self.surplus(task)
+            beyond.add(task)
+        while self._all_before in beyond:
+            beyond.remove(self._all_before)
+            self._all_before += 1
+        return ""
 
     def has_lost_iterator(self) -> bool:
         """Whether the iterator was dropped.  A finalizer may still use it then."""
@@ -493,9 +503,11 @@ class Stream(Job):
             return False
         self._length = length
         iterator = self._iterator()
+        if self._beyond and max(self._beyond) >= length:
+            self.fail(RuntimeError(f"a hook has returned {self.surplus(max(self._beyond))}"))
         if iterator is not None:
             iterator.finish(length)
-        self.settled = self._answered == length
+        self.settled = self.settled or self._answered == length
         return self.settled
 
     def fail(self, exc: BaseException | PickledResult) -> None:

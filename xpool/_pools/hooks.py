@@ -71,7 +71,8 @@ class Hooks:
 
         Called by the engine's thread.  Raises `queue.Empty` or Python's `TimeoutError` if there is
         no result.  Any other exception ends the pool: unanswered jobs fail with `InternalError`.
-        A second result of a task fails its job with `RuntimeError`.
+        A second result of a task, or one of a task that was not put, fails its job with
+        `RuntimeError`.
         """
         raise NotImplementedError(f"{type(self).__name__} must override pool_outqueue_get()")
 

@@ -10,13 +10,16 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from xpool._calls.results import AsyncResult, Job, PickledResult
+from xpool._calls.results import AsyncResult, Job, PickledResult, Unopened
 from xpool._pools.callbacks import Callbacks
 from xpool._pools.hooks import Carried, Result
 from xpool._pools.input_reader import InputReader
 from xpool._python import at_fork
 from xpool._python.waiters import Waiters
 from xpool.errors import XPoolError
+
+HOOKED = "pool_outqueue_get() has returned"
+"""The beginning of errors about results of that hook."""
 
 Failure = TypeVar("Failure", bound=BaseException | PickledResult)
 
@@ -35,6 +38,8 @@ class JobTable:
         self.accepting = False
         self.unanswered: dict[int, Job] = {}
         self.numbers = itertools.count(1)
+        # What hooks of a subclass have done, for errors about wrong results; empty: it has none.
+        self.hooked = HOOKED
         # Where an engine puts answers; None: `pool_outqueue_get` returns them.
         self.results: deque[Result] | None = None
         # Held while a result is delivered: by the engine's thread, or by a caller that receives.
@@ -82,11 +87,6 @@ class JobTable:
         try:
             while True:
                 number, index, (ok, value) = get(timeout)
-                job = self.unanswered.get(number)
-                if job is not None and job.is_second(index, ok):
-                    # Else a result would be lost, or `imap` would wait for one that never comes.
-                    story = f"pool_outqueue_get() has returned two results of {job.describe(index)}"
-                    self.fail([job], RuntimeError(story))
                 self.deliver(number, index, ok, value)
                 timeout = 0.0
         except (queue.Empty, builtins.TimeoutError):
@@ -116,6 +116,12 @@ class JobTable:
         with self._delivering:
             job = self.unanswered.get(number)
             if job is None:
+                if not isinstance(number, int):  # such a job would wait for ever
+                    raise TypeError(f"{self.hooked} {number!r} as the number of a job, not an int")
+                return None
+            # Else a result would be lost, or `imap` would wait for one that never comes.
+            if self.hooked and (wrong := job.misfit(index, ok, value)):
+                self.fail([job], RuntimeError(f"{self.hooked} {wrong}"))
                 return None
             if ok:
                 self.counts["succeeded"] += value.count if isinstance(value, PickledResult) else 1
@@ -123,6 +129,10 @@ class JobTable:
                 self.counts["failed"] += 1
                 if isinstance(value, Carried):
                     value = value.exc
+                elif not isinstance(value, (BaseException, PickledResult, Unopened)):
+                    value = TypeError(
+                        f"the value of a failed task must be an exception, not {value!r}"
+                    )
             if job.deliver(index, ok, value):
                 if completes and job.is_future:
                     return job

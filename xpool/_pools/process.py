@@ -24,6 +24,7 @@ from xpool._engine.launch import (
 from xpool._memory.system import default_processes
 from xpool._pools.base import BasePool, at_exit
 from xpool._pools.hooks import Result, Task, next_result
+from xpool._pools.job_table import HOOKED
 from xpool._pools.pool_options import REFUSED_OVER_HOSTS, PoolOptions, takes
 from xpool._pools.submitters import HookSubmitter
 from xpool._python.interrupt import shielded
@@ -199,11 +200,14 @@ class Pool(BasePool):
         self._tasks = self._submitter = assembly.EngineSubmitter(
             self, self._jobs, self._engine, self._packer, self._calls_go_to
         )
+        self._jobs.hooked = ""
         if type(self).pool_inqueue_put is not Pool.pool_inqueue_put:
             self._submitter = HookSubmitter(self, self._jobs, self._tasks)
+            self._jobs.hooked = "a hook has caused"
         if type(self).pool_outqueue_get is Pool.pool_outqueue_get:
             self._jobs.results = self._engine.results
         else:
+            self._jobs.hooked = HOOKED
             # Also the answers that callers receive go to the hook, in the engine's thread.
             wake = self._jobs.wake
             self._tasks.take = lambda results: results and wake()

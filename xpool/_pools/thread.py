@@ -72,6 +72,8 @@ class ThreadPool(BasePool):
         own, kind = ThreadSubmitter(self, self._jobs, self._threads), type(self)
         hooks = kind.pool_inqueue_put, kind.worker
         is_hooked = hooks != (ThreadPool.pool_inqueue_put, ThreadPool.worker)
+        if type(self).pool_outqueue_get is ThreadPool.pool_outqueue_get:
+            self._jobs.hooked = "a hook has caused" if is_hooked else ""
         if is_hooked:
             self._submitter = HookSubmitter(self, self._jobs, own)
         else:

@@ -315,6 +315,9 @@ class YieldStream(Stream):
 
     # -- answers -----------------------------------------------------------------------------------
 
+    def misfit(self, index: int, ok: bool, value: Any) -> str:
+        return "" if index in self._asks else f"two results of {self.describe(index)}"
+
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
         if self.settled:
             return False
