@@ -90,6 +90,30 @@ def test_descriptors_run_out_in_the_constructor(tmp_path):
     assert leaks == "[]" and after == "[0, 1, 4]"
 
 
+def test_the_first_large_result_without_a_free_descriptor(tmp_path):
+    """It arrives, although the program has to import modules for it."""
+    text = """
+        import os
+        import xpool
+        from support import work
+
+        if __name__ == "__main__":
+            with xpool.Pool(1) as pool:
+                pool.apply(work.square, (2,))
+                work.lower_limit(len(os.listdir("/proc/self/fd")) + 10)
+                taken = []
+                try:
+                    while True:
+                        taken.append(os.dup(0))
+                except OSError:
+                    pass
+                print(len(pool.apply(work.large, (10_000_000,))))
+                for one in taken:
+                    os.close(one)
+    """
+    assert script(tmp_path, text) == ["10000000"]
+
+
 def test_descriptors_run_out_while_workers_are_replaced(tmp_path):
     """If no descriptor is free for a replacement, no caller waits for ever."""
     text = """

@@ -16,8 +16,11 @@ import pickle
 import sys
 import types
 from collections.abc import Callable
+from importlib import import_module
 from multiprocessing import reduction
 from typing import Any
+
+from xpool._python import failures
 
 CachedFunction: type = type(functools.lru_cache(len))
 """The type of functions made by `functools.lru_cache` and `functools.cache`."""
@@ -42,9 +45,12 @@ def flush_c() -> None:
 
 
 def ctypes_module() -> Any:
-    import ctypes  # imported here, because few programs need it
-
-    return ctypes
+    # Imported here, because few programs need it.
+    try:
+        return import_module("ctypes")
+    except OSError:
+        failures.ready()  # if no descriptor was free, now one is, which was reserved for an import
+        return import_module("ctypes")
 
 
 def is_mine(lock: Any) -> bool:
