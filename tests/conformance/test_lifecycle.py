@@ -66,6 +66,25 @@ def test_close_then_join_finishes_the_work(kind, make_pool):
     assert list(lazily) == [i * i for i in range(100)]
 
 
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("end", ["close", "terminate"])
+def test_join_in_a_task_of_the_same_pool(thread_kind, make_pool, end):
+    """It is refused, since it would wait for itself. The pool ends after the task."""
+    pool, refused = make_pool(thread_kind, 2), []
+
+    def join(*_):
+        getattr(pool, end)()
+        try:
+            pool.join()
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    pool.apply_async(join)
+    eventually(lambda: refused, "the error")
+    assert refused == ["join() in a task of the same pool would wait for itself"]
+    pool.join(WAIT)
+
+
 def test_join_waits_for_a_running_task(kind, make_pool, mailbox, gate):
     """`join` does not return before the running task has ended."""
     pool = make_pool(kind, 1)

@@ -411,6 +411,18 @@ def test_worker_can_be_called_with_any_arguments(make_pool):
     assert seen == [5]
 
 
+def test_worker_of_a_pool_of_processes():
+    """It is refused, because the processes have a loop of their own."""
+
+    class Wraps(xpool.Pool):
+        @staticmethod
+        def worker(get, put, *args):
+            raise AssertionError
+
+    with pytest.raises(TypeError, match="Wraps overrides worker"):
+        Wraps(1)
+
+
 def test_worker_of_a_thread_pool_sees_each_task(make_pool):
     """If a subclass of `ThreadPool` overrides `worker`, it gets the tasks of maps one by one."""
 

@@ -575,6 +575,12 @@ class ThreadWorkers:
         """Whether a thread runs a task of this job now."""
         return bool(self._places.of_job(job))
 
+    def runs_here(self) -> bool:
+        """Whether the calling thread is one of these, so that it must not wait for their end."""
+        me = threading.current_thread()
+        with self._places.lock:
+            return any(one.thread is me for one in self._places.threads.values())
+
     def stacks(self) -> list[WorkerStack]:
         frames = sys._current_frames()
         with self._places.lock:

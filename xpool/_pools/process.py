@@ -185,6 +185,11 @@ class Pool(BasePool):
     @shielded
     def setup_queues(self) -> None:
         """Make the engine: it has a private channel to each worker."""
+        if type(self).worker is not Pool.worker:
+            raise TypeError(
+                f"{type(self).__name__} overrides worker(), which the processes of a Pool do not "
+                "call; override it in a subclass of BasePool or ThreadPool, or wrap the function"
+            )
         hosts = self._options.hosts
         if self._options.output == "files":
             from xpool._worker.task_output import TaskFiles

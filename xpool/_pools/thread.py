@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool._calls.streams import Stream
+from xpool._engine.jobs.states import PoolStates
 from xpool._engine.threads import HeldTask, ThreadOptions, ThreadWorkers
 from xpool._pools.base import BasePool
 from xpool._pools.hooks import Result, Task, next_result
@@ -127,6 +128,13 @@ class ThreadPool(BasePool):
     def join_workers(self) -> None:
         """Wait for the threads."""
         self._threads.join()
+
+    def join(self, timeout: float | None = None) -> None:
+        if self.state is not PoolStates.RUN and self._threads.runs_here():
+            raise RuntimeError("join() in a task of the same pool would wait for itself")
+        super().join(timeout)
+
+    join.__doc__ = BasePool.join.__doc__
 
     @shielded
     def _resize(self, size: int) -> None:
