@@ -55,6 +55,30 @@ def test_the_thread_can_do_nothing_any_more(make_pool, monkeypatch, where, error
         pool.apply(abs, (-1,))
 
 
+def test_callers_when_the_thread_ends_without_descriptors(make_pool, monkeypatch):
+    """All get the reason, also if the program has closed all descriptors of the pool."""
+    pool = make_pool(Pool, 2)
+    pids = pool.run_all(os.getpid)
+
+    def closed(*args):
+        raise OSError("closed")
+
+    def fail(*args):
+        patch.setattr(Reactor, "nudge", closed)
+        closed()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reactor, "poll", fail)
+        waiting = [pool.apply_async(time.sleep, (1e4,)) for _ in range(3)]
+        pool._engine.wake()
+        for one in waiting:
+            with pytest.raises(InternalError, match="closed"):
+                one.get(WAIT)
+        assert pool._life.finished.wait(WAIT)
+    pool.join(WAIT)
+    assert wait_gone(pids) == []
+
+
 def test_a_caller_that_receives_its_answer_when_the_thread_ends(make_pool, monkeypatch):
     """It gets the reason, also if the workers could not be stopped, and were killed unseen."""
     pool = make_pool(Pool, 1)

@@ -170,7 +170,11 @@ class JobTable:
             job.drop_function = None
         self.unanswered.pop(job.number, None)
         if not self.accepting:
-            self.wake()  # the engine's thread checks whether it was the last job
+            try:
+                self.wake()  # the engine's thread checks whether it was the last job
+            except OSError:
+                # The program has closed the descriptor; the callers must be released all the same.
+                pass
         job.release()
 
     def complete_future(self, job: Any) -> None:
