@@ -171,7 +171,7 @@ CASES = {
     "locale": Case(
         "locale.setlocale(locale.LC_ALL, 'C')",
         "locale.setlocale(locale.LC_CTYPE, 'C.UTF-8')",
-        "locale.setlocale(locale.LC_NUMERIC, 'C.UTF-8')",
+        "locale.setlocale(locale.LC_CTYPE, 'C.UTF-8')",
         "(locale.setlocale(locale.LC_CTYPE), locale.setlocale(locale.LC_NUMERIC))",
     ),
     "recursion limit": Case(
@@ -244,7 +244,7 @@ CASES = {
     "numpy print options": Case(
         "numpy.set_printoptions(precision=3, suppress=True)",
         "numpy.set_printoptions(precision=8, suppress=False)",
-        "numpy.set_printoptions(edgeitems=9)",
+        "numpy.set_printoptions(precision=5)",
         "{**numpy.get_printoptions()}",
     ),
     "torch default dtype": Case(
@@ -585,6 +585,50 @@ def test_only_the_variables_that_changed_are_changed(pair: Pair) -> None:
     pair.program.run("del os.environ['ONE'], os.environ['TWO'], os.environ['HOME']")
     pair.deliver()
     assert pair.worker.get(here) == [None, "mine", None, None]
+
+
+PARTS = {
+    "numpy.seterr": ("numpy.seterr(over={!r})", "numpy.seterr(under={!r})", "numpy.geterr()"),
+    "numpy.set_printoptions": (
+        "numpy.set_printoptions(nanstr={!r})",
+        "numpy.set_printoptions(infstr={!r})",
+        "numpy.get_printoptions()",
+    ),
+    "locale": (
+        "locale.setlocale(locale.LC_TIME, {!r})",
+        "locale.setlocale(locale.LC_NUMERIC, {!r})",
+        "[locale.setlocale(one) for one in (locale.LC_TIME, locale.LC_NUMERIC)]",
+    ),
+    "pandas": (
+        "import pandas; pandas.set_option('display.precision', len({!r}))",
+        "import pandas; pandas.set_option('display.max_rows', len({!r}))",
+        "pandas.get_option('display.precision'), pandas.get_option('display.max_rows')",
+    ),
+    "matplotlib": (
+        "import matplotlib; matplotlib.rcParams['font.size'] = len({!r})",
+        "import matplotlib; matplotlib.rcParams['savefig.pad_inches'] = len({!r})",
+        "matplotlib.rcParams['font.size'], matplotlib.rcParams['savefig.pad_inches']",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_only_the_parts_of_a_setting_that_changed_are_changed(sides: Sides, name: str) -> None:
+    """What a worker has set stays when the program changes another option of the same kind."""
+    if name in ("pandas", "matplotlib"):
+        pytest.importorskip(name)
+    one, other, look = PARTS[name]
+    values = ("C.UTF-8", "C") if name == "locale" else ("print", "ignore")
+    with sides(program=True, worker=True) as pair:
+        pair.begin()
+        pair.both(LIBRARIES)
+        pair.program.run(one.format(values[0]))
+        pair.deliver()
+        pair.worker.run(one.format(values[1]))
+        pair.program.run(other.format(values[0]))
+        pair.deliver()
+        pair.program.run(one.format(values[1]))
+        assert pair.worker.get(look) == pair.program.get(look)
 
 
 @pytest.mark.parametrize("keep", ["DEVICES", "DEV*"])

@@ -10,8 +10,9 @@ Rows with the value of a fresh worker are left out until they change for the fir
 
 **The worker's side.**  `receive` sets a row whose serial differs from that of the row set last.  So
 what code of a worker has set itself stays until the program changes that row.  Environment
-variables and loggers are rows within a row: only those that differ are changed.  A row that is
-missing in a message has the value from before the first change.
+variables, loggers, options of a library and categories of the locale are rows within a row: only
+those that differ are changed.  A row that is missing in a message has the value from before the
+first change.
 """
 
 # No `from __future__ import annotations`: Python would compile each NamedTuple field from a text.
@@ -321,6 +322,7 @@ TABLE: tuple[Row, ...] = (
         lambda numpy, value: numpy.seterr(**dict(value)),
         lambda token: tuple(sorted(sys.modules["numpy"].geterr().items())),
         per_thread=True,
+        of_pairs=True,
     ),
     Line(
         "numpy print options",
@@ -330,6 +332,7 @@ TABLE: tuple[Row, ...] = (
         lambda numpy, value: numpy.set_printoptions(**dict(value)),
         _np_printing_value,
         per_thread=True,
+        of_pairs=True,
     ),
     Line(
         "torch default dtype",

@@ -69,6 +69,9 @@ class Line(Row):
 
     ``peek(module)`` returns the function that reads the token, and ``set(module, value)`` sets a
     value.  Both may also be names of functions of the module, which read and set the value.
+
+    ``of_pairs``: whether the value has several settings, as (name, value).  Only those that differ
+    from the value set last are set.
     """
 
     def __init__(
@@ -82,8 +85,10 @@ class Line(Row):
         *,
         keep: Callable[[Any], Any] | None = None,
         per_thread: bool = False,
+        of_pairs: bool = False,
     ) -> None:
         self.name, self.module, self.default, self.per_thread = name, module, default, per_thread
+        self._of_pairs = of_pairs
         self._peek, self._set = peek, set
         if value is not None:
             self.value = value  # type: ignore[assignment]
@@ -96,6 +101,8 @@ class Line(Row):
         return found  # type: ignore[no-any-return]
 
     def set(self, module: Any, value: Any, last: Any) -> None:
+        if self._of_pairs and last is not None:
+            value = [one for one in value if one not in last]
         if isinstance(self._set, str):
             getattr(module, self._set)(value)
         else:
@@ -141,9 +148,11 @@ class Options(Row):
         )
 
     def set(self, module: Any, value: Any, last: Any) -> None:
-        defaults, now = self._defaults(), dict(value)
-        for name in dict(last or ()).keys() | now.keys():
-            self._set(module, name, now.get(name, defaults.get(name)))
+        defaults, had, now = self._defaults(), dict(last or ()), dict(value)
+        for name in had.keys() | now.keys():
+            one = now.get(name, defaults.get(name))
+            if name not in had or one != had[name]:
+                self._set(module, name, one)
 
 
 def _flat(options: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -347,8 +356,8 @@ class Locale(Row):
         return bool(value == self.default)
 
     def set(self, module: Any, value: Any, last: Any) -> None:
-        for name, one in zip(_CATEGORIES, value):
-            if module.setlocale(getattr(module, name)) != one:
+        for name, one, had in zip(_CATEGORIES, value, last or (None,) * len(value)):
+            if one != had and module.setlocale(getattr(module, name)) != one:
                 module.setlocale(getattr(module, name), one)
 
 
