@@ -55,6 +55,7 @@ service = Service()
 SCRIPT = """
 import argparse
 import collections
+import dataclasses
 import functools
 import multiprocessing
 import os
@@ -69,6 +70,7 @@ from config import Db, TABLE
 from config import config as settings
 
 CACHE, LOG, COUNTS = {}, [], collections.defaultdict(int)
+NESTED = [{1: [CACHE]}]
 OPTIONS = argparse.Namespace(level=0)
 STORE, SERVICE, DICE = installed.Store(), installed.Service(), random.Random(1)
 METHOD = sys.argv[1]
@@ -117,6 +119,54 @@ def receive(*args):
     global received
     received = args
 
+Options = collections.namedtuple("Options", "cache state")
+
+@dataclasses.dataclass
+class Setup:
+    options: Options
+    more: list
+    def fill(self):
+        self.options.cache["data"] = 1
+        for one in self.more:
+            one()
+
+class Slots:
+    __slots__ = "cache", "itself"
+    def __init__(self):
+        self.cache, self.itself = CACHE, self
+
+def fill_setup(setup, *others):
+    setup.fill()
+    receive(setup, *others)
+
+def fill_by_default(cache=CACHE):
+    cache["default"] = 1
+
+def filler(cache):
+    def fill():
+        cache["closure"] = 1
+    return fill
+
+def visit(first, *rest):
+    todo, known = [first, *rest], []
+    for one in todo:  # grows
+        if any(one is other for other in known):
+            continue
+        known.append(one)
+        if one is CACHE:
+            one["visited"] = one.get("visited", 0) + 1
+        elif isinstance(one, (dict, collections.ChainMap)):
+            todo += one.values()
+        elif isinstance(one, (list, set, collections.deque)):
+            todo += one
+        else:
+            todo += [getattr(one, name) for name in ("cache", "itself") if hasattr(one, name)]
+
+def in_itself():
+    one = [{1: CACHE}]
+    one.append(one)
+    return one
+
 def cache():
     return CACHE
 def counts():
@@ -139,6 +189,10 @@ def thrown():
     return DICE.getstate()[1][:3]
 def is_one():
     return received[0] is received[1].state
+def of_setup():
+    setup, slots = received
+    same = setup.options.cache is CACHE, setup.options.state is state, slots.itself is slots
+    return *same, slots.cache is CACHE, setup.more[0].__self__ is state, state.value
 def is_first():
     return received[0][0] is received[1], received[0][1][0] is state
 def has_lock():
@@ -156,6 +210,19 @@ CASES = [
     (functools.partial(fill_all, [1, CACHE][1:]), ({"more": [{}]},), cache),
     (receive, (state, types.SimpleNamespace(state=state)), is_one),
     shared([{}, [state]]),
+    (fill_setup, (Setup(Options(CACHE, state), [state.connect, filler(CACHE)]), Slots()), of_setup),
+    (Setup(Options(CACHE, state), [filler(CACHE), state.connect]).fill, (), cache),
+    (fill_by_default, (), cache),
+    (filler(CACHE), (), cache),
+    (functools.partial(functools.partial(filler(CACHE))), (), cache),
+    (lambda call: call(), (filler(CACHE),), cache),
+    (visit, (collections.deque([CACHE]), 5), cache),
+    (visit, (collections.OrderedDict(a={1: [CACHE]}),), cache),
+    (visit, (collections.defaultdict(list, a=CACHE),), cache),
+    (visit, (collections.ChainMap({}, {1: CACHE}),), cache),
+    (visit, (in_itself(),), cache),
+    (visit, (NESTED,), cache),
+    (visit, ({1: Slots()}, {Slots()}), cache),
     (CACHE.update, ({1: 7},), cache),
     (CACHE.__setitem__, (1, 8), cache),
     (count, (COUNTS, LOG, OPTIONS), counts),

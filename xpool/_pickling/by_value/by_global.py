@@ -1,14 +1,15 @@
 """Refers to globals of the program in an initializer and its arguments.
 
 In a fork, `Pool(initializer=CACHE.update)` changes the global `CACHE`, and `initargs=(CACHE,)`
-passes it on.  So a worker looks such an object up, and does not get a copy of it.
+passes it on, as `initargs=(Settings(cache=CACHE),)` does.  So a worker looks such an object up, and
+does not get a copy of it.  The references are pickled first.  Then they take the places of their
+objects in the memo of the pickler, which so writes them wherever it meets these objects.
 """
 
 from __future__ import annotations
 
-import functools
+import operator
 from collections.abc import MutableMapping, MutableSequence, MutableSet
-from operator import is_not
 from types import (
     BuiltinMethodType,
     FunctionType,
@@ -34,7 +35,7 @@ from xpool._pickling.by_value.origin import (
 )
 from xpool._pickling.by_value.standard import is_generator
 from xpool._pickling.pickler import write_group
-from xpool._pickling.reducers import Context, Group, Instead, register
+from xpool._pickling.reducers import Context, Group, register
 
 
 class _Reference:
@@ -51,21 +52,51 @@ def _reduce(pickler: Context, reference: _Reference) -> Any:
     return get_global, reference.place
 
 
-def referred(obj: Any, shares: bool) -> Any:
-    """Return what is pickled instead of an object: it has references to globals.
+class _Within:
+    """Takes the place of an object that is such a global, or has some in it at any depth."""
 
-    If other parts of it share objects with these globals, it has none, and all is copied together.
+    def __init__(self, obj: Any, pairs: list[tuple[Any, _Reference]]) -> None:
+        self.obj, self.pairs = obj, pairs
+        self.objects: list[Any] | None = None  # those that are pickled
+
+
+@register(_Within)
+def _reduce_within(pickler: Any, within: _Within) -> Any:
+    """Pickle references, then let the pickler take them for the objects, then the whole object."""
+    known = pickler.memo.copy()
+    pairs = [one for one in within.pairs if id(one[0]) not in known]
+    references = [reference for _, reference in pairs]
+    return operator.itemgetter(-1), ((*references, _Known(pairs), within.obj),)
+
+
+class _Known:
+    def __init__(self, pairs: list[tuple[Any, _Reference]]) -> None:
+        self.pairs = pairs
+
+
+@register(_Known)
+def _reduce_known(pickler: Any, known: _Known) -> Any:
+    memo = dict(pickler.memo.copy())
+    # Its length stays, because the receiver counts the objects, too.
+    for obj, reference in known.pairs:
+        memo[id(obj)] = memo.pop(id(reference))[0], obj
+    pickler.memo = memo
+    return int, ()
+
+
+def referred(whole: tuple[Any, ...], shares: bool) -> tuple[Any, ...]:
+    """Return what is pickled instead of an initializer and its arguments: with references.
+
+    If other parts of them share objects with these globals, there are none, and all is copied.
 
     ``shares``: whether tensors are shared.  Then a global with tensors or arrays is pickled.
     """
     finder = _Finder(shares)
-    found = finder.refer(obj)
-    if found is obj:
-        return obj
-    rest = list[Any]()
-    attempt(write_group, found, Group({}, {}, rest), True)
-    known = set(map(id, filter(_is_kept, finder.objects)))
-    return found if known.isdisjoint(map(id, filter(_is_kept, rest))) else obj
+    found = tuple(map(finder.refer, whole))
+    if all(map(operator.is_, found, whole)):
+        return whole
+    common = finder.of_globals.keys() & finder.copied(found)
+    return whole if any(_is_kept(finder.of_globals[one]) for one in common) else found
 
 
 class _Finder:
@@ -73,63 +104,68 @@ class _Finder:
 
     def __init__(self, shares: bool) -> None:
         self._shares = shares
-        self._found: dict[int, _Reference | None] | None = None
-        self.objects: list[Any] = []  # in the globals to which there are references
-        # By id: lists and dicts that no global has, and what is pickled instead of them.
-        self._within: dict[int, Any] = {}
+        self._places: dict[int, _Reference] | None = None
+        self._sent: dict[Key, bool] = {}
+        self.of_globals: dict[int, Any] = {}  # by id: objects in globals to which references lead
 
     def refer(self, obj: Any) -> Any:
         """Return an object, or what is pickled instead of it."""
         kind = type(obj)
-        if kind is tuple:
-            referred = tuple(map(self.refer, obj))
-            return referred if any(map(is_not, obj, referred)) else obj
-        if kind is functools.partial:
-            parts = obj.func, obj.args, tuple(obj.keywords.values())
-            func, args, values = new = self.refer(parts)
-            state = func, args, dict(zip(obj.keywords, values, strict=True)), vars(obj) or None
-            return obj if new is parts else Instead(functools.partial, (int,), state)
-        if kind in (MethodType, BuiltinMethodType, MethodWrapperType):
-            owner = obj.__self__
-            found: Any = self.refer(owner)
-            if found is owner and _is_changeable(owner, by_method=True):
-                found = self._of_program(owner) or self._of_installed(owner) or owner
-            name = getattr(obj, "__name__", None)
-            if found is owner or type(name) is not str:
+        if kind in ATOMS or _has_memory(obj) or kind.__module__.partition(".")[0] == "pandas":
+            return obj
+        if self._places is None:
+            self._places = _places()
+        if kind in (list, tuple, dict, set) and id(obj) not in self._places:
+            values = obj.values() if kind is dict else ()
+            if ATOMS.issuperset(map(type, obj)) and ATOMS.issuperset(map(type, values)):
                 return obj
-            if getattr(owner, name, None) == obj:
-                return Instead(getattr, (found, name))
-            return MethodType(obj.__func__, found) if kind is MethodType else obj
-        found = (_is_changeable(obj) and self._of_program(obj)) or obj
-        return self._of_parts(obj) if found is obj and kind in (list, dict) else found
+        pairs = self._pairs(_objects_in(obj) or [], self._places)
+        if not pairs:
+            return obj
+        within = _Within(obj, pairs)
+        within.objects = _objects_in(within, with_locks=False)
+        return obj if within.objects is None else within  # the error names its parts
 
-    def _of_parts(self, obj: Any) -> Any:
-        """Return a list or dict, or one that has references in it."""
-        if id(obj) not in self._within:
-            self._within[id(obj)] = obj  # it may contain itself
-            values = list(obj.values()) if type(obj) is dict else obj
-            if not ATOMS.issuperset(map(type, values)):
-                new = [*map(self.refer, values)]
-                if any(map(is_not, values, new)):
-                    whole = dict(zip(obj, new, strict=True)) if type(obj) is dict else new
-                    self._within[id(obj)] = whole
-        return self._within[id(obj)]
+    def copied(self, found: tuple[Any, ...]) -> set[int]:
+        """Return the ids of the objects to which no references lead."""
+        every, pairs = list[Any](), list[tuple[Any, _Reference]]()
+        for obj in found:
+            is_within = type(obj) is _Within
+            every += (obj.objects if is_within else _objects_in(obj)) or [obj]
+            pairs += obj.pairs if is_within else []
+        # They exist as long as `whole`, or the objects with which they are compared.
+        return set(map(id, every)).difference(id(obj) for obj, _ in pairs)
 
-    def _of_program(self, obj: Any) -> _Reference | None:
-        if self._found is None:
-            self._found = dict[int, Any](_places())
-        found = self._found.get(id(obj))
-        if found is not None and not all(map(self._can_be_sent, found.keys)):
-            found = self._found[id(obj)] = None
-        return found
+    def _pairs(
+        self, objects: list[Any], places: dict[int, _Reference]
+    ) -> list[tuple[Any, _Reference]]:
+        by_id = dict(zip(map(id, objects), objects))
+        owners: dict[int, Any] = {}
+        if not _METHODS.isdisjoint(map(type, objects)):
+            methods = (one.__self__ for one in objects if type(one) in _METHODS)
+            owners = {id(one): one for one in methods if _is_changeable(one, by_method=True)}
+        pairs = list[tuple[Any, _Reference]]()
+        for one in places.keys() & by_id.keys():
+            obj, reference = by_id[one], places[one]
+            changeable = one in owners or _is_changeable(obj)
+            if changeable and all(map(self._can_be_sent, reference.keys)):
+                pairs.append((obj, reference))
+        for one in owners.keys() - places.keys():
+            installed = self._of_installed(owners[one])
+            if installed is not None:
+                pairs.append((owners[one], installed))
+        return pairs
 
     def _can_be_sent(self, key: Key) -> bool:
-        value, objects = value_of(key), list[Any]()
-        written, _ = attempt(write_group, value, Group({id(value): key}, {}, objects), True)
-        if written is None or (self._shares and any(map(_has_memory, objects))):
-            return False
-        self.objects += objects
-        return True
+        if key not in self._sent:
+            value = value_of(key)
+            objects = _objects_in(value, {id(value): key})
+            self._sent[key] = objects is not None and not (
+                self._shares and any(map(_has_memory, objects))
+            )
+            if self._sent[key]:
+                self.of_globals.update(zip(map(id, objects or ()), objects or ()))
+        return self._sent[key]
 
     def _of_installed(self, owner: Any) -> _Reference | None:
         """Return a reference to the object of a method, as of ``sys.path.append``."""
@@ -139,6 +175,22 @@ class _Finder:
                     if value is owner:
                         return _Reference(module, name, set())
         return None
+
+
+_METHODS = {MethodType, BuiltinMethodType, MethodWrapperType}
+
+
+def _objects_in(
+    value: Any, own: dict[int, Key] | None = None, with_locks: bool = True
+) -> list[Any] | None:
+    """Return the objects that the pickle of a value has; None: it cannot be pickled.
+
+    A lock can be pickled in a global, but not in an argument.
+    """
+    objects = list[Any]()
+    group = Group(own or {}, {}, objects)
+    written, _ = attempt(write_group, value, group, True)
+    return None if written is None or (group.locks and not with_locks) else objects
 
 
 def _places() -> dict[int, _Reference]:
