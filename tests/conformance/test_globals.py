@@ -1116,3 +1116,51 @@ def test_what_changes_after_a_fork(tmp_path, context):
     """A fork of the program gets it as other workers do, and a class that has taken the name of its
     base class is not taken for this."""
     assert scripts.program(tmp_path, NAMESAKES, context, own_late="COUNT = 3") == ""
+
+
+PUT_BACK = """
+    import contextlib
+    import sys
+    from unittest import mock
+    import xpool
+    import own_lib
+
+    def ask():
+        return own_lib.rate(), own_lib.Job.kind(), own_lib.Job.name
+
+    def is_gone(pool):
+        with contextlib.suppress(AttributeError):
+            return pool.apply(ask) == before  # a fork has the program's object
+        return True
+
+    if __name__ == "__main__":
+        before = ask()
+        with xpool.Pool(1, context=sys.argv[1]) as pool:
+            for owner, name in (own_lib, "rate"), (own_lib.Job, "kind"), (own_lib, "Job"):
+                original = vars(owner)[name]
+                setattr(owner, name, (i for i in "no pickler takes it"))
+                assert is_gone(pool)
+                setattr(owner, name, original)
+                assert pool.apply(ask) == before, (name, pool.apply(ask))
+            for _ in range(2):
+                with mock.patch.object(own_lib, "rate", return_value=6):
+                    assert pool.apply(ask)[0] == 6
+                assert pool.apply(ask) == before
+    """
+LIB = """
+    def rate():
+        return 1
+
+    class Job:
+        name = "job"
+        @staticmethod
+        def kind():
+            return 2
+    """
+
+
+@pytest.mark.parametrize("context", ["forkserver", "fork"])
+def test_what_the_program_puts_back_is_there_again(tmp_path, context):
+    """A definition of an own module returns after the program has had something in its place that
+    cannot be sent, or a mock, whose class has the name of its base class."""
+    assert scripts.program(tmp_path, PUT_BACK, context, own_lib=LIB) == ""

@@ -508,10 +508,13 @@ def _inherited(module: str, path: str, bases: tuple[type, ...]) -> type | None:
     A class may have taken the name of its base class: ``class Settings(Settings)``.
     """
     found = found_here(module, path)
+    above = {id(one) for base in bases for one in base.__mro__}
     known = [
         one
         for one in (found.__mro__ if isinstance(found, type) else ())
-        if (one.__module__, one.__qualname__) == (module, path) and registry.known(one) is None
+        if (one.__module__, one.__qualname__) == (module, path)
+        and registry.known(one) is None
+        and id(one) not in above
     ]
     if len(known) > 1:
         known = [one for one in known if one.__bases__ == bases]

@@ -355,9 +355,8 @@ def _set(key: Key, value: Any) -> None:
         _refuse(Kind.REFUSED, key, value.reason)
         return
     _incoming.missing.pop(key, None)
+    _note_original(key)
     there, name = place_of(key)
-    if there is not None and key not in originals and origin_of(module) != SENT:
-        originals[key] = there.get(name, MISSING)
     if there is None and find_module(module) is None:
         # An installed module: the program has assigned an attribute of it, or of its class.
         waiting = _incoming.waiting
@@ -384,6 +383,13 @@ def _set(key: Key, value: Any) -> None:
     else:
         there[name] = value
         main.forget_initial(module, path)
+
+
+def _note_original(key: Key) -> None:
+    """Remember what an import has made of a global, before it is set or removed."""
+    there, name = place_of(key)
+    if there is not None and key not in originals and origin_of(key[0]) != SENT:
+        originals[key] = there.get(name, MISSING)
 
 
 def _set_defaults(module: str) -> None:
@@ -417,6 +423,7 @@ def _take_back(key: Key, to_import: bool) -> None:
     if to_import and original is not MISSING:
         _set(key, original)
     elif not to_import or key in originals or origin_of(key[0]) == SENT:
+        _note_original(key)
         _remove(key)
 
 
@@ -434,6 +441,7 @@ def _refuse(kind: int, key: Key, reason: str) -> None:
     if key[0] == MODULES:
         _set(key, None)  # so that an import does not find another module
     elif kind == Kind.REFUSED:
+        _note_original(key)
         _remove(key)
     elif not _has(key):  # an object that a task has made under this name stays
         _set(key, None)

@@ -692,8 +692,9 @@ class Book:
             if node.kind == compared.CLASS
         ]
         rest += [group.entry() for group in groups]
-        # What an import has made has its name again before other objects are loaded by this name.
-        entries += sorted(rest, key=lambda one: (first.isdisjoint(one[3]), one[0] != Kind.REMOVED))
+        # What an import has made has its name again before its attributes have theirs, and before
+        # other objects are loaded by this name.
+        entries += sorted(rest, key=lambda one: (first.isdisjoint(one[3]), *_after_removed(one)))
         defaults = [(key[0], *one) for key, node in nodes.items() for one in node.defaults]
         if defaults:
             entries.append((Kind.DEFAULTS, 0, False, (), defaults))
@@ -736,6 +737,10 @@ class Book:
         state.by_name = preparation(body, len(tokens), _BY_NAME)
         state.tokens, state.brings, state.place = tokens, brings, place
         return state
+
+
+def _after_removed(entry: Entry) -> tuple[bool, bool]:
+    return entry[0] != Kind.REMOVED, entry[0] == Kind.REMOVED and "." in entry[3][0][1]
 
 
 copyreg.add_extension("xpool._pickling.by_value.received", "prepare", PREPARE)
