@@ -310,3 +310,26 @@ def test_the_global_of_an_initializer_is_one_of_the_program(tmp_path):
     """Each new worker begins with it, and it is replaced when the program changes it."""
     out = scripts.run_ok([scripts.write(tmp_path / "main.py", KEPT)])
     assert out == "{1: 2} {1: 2} {3: 4}\n"
+
+
+UPDATED = """
+import sys
+import xpool
+
+rate = 1
+
+def task():
+    return rate
+
+if __name__ == "__main__":
+    for initializer, initargs in (globals().update, ({"rate": 2},)), (exec, ("rate = 3", globals())):
+        with xpool.Pool(1, initializer, initargs, context=sys.argv[1]) as pool:
+            print(pool.apply(task), end=" ")
+        pool.join()
+"""
+
+
+@pytest.mark.parametrize("context", ["forkserver", "fork"])
+def test_the_globals_of_the_script_as_an_object(tmp_path, context):
+    """`globals()` of the script is that of the worker."""
+    assert scripts.program(tmp_path, UPDATED, context) == "2 3 "

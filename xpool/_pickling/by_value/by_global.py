@@ -119,7 +119,10 @@ class _Finder:
             values = obj.values() if kind is dict else ()
             if ATOMS.issuperset(map(type, obj)) and ATOMS.issuperset(map(type, values)):
                 return obj
-        pairs = self._pairs(_objects_in(obj) or [], self._places)
+        objects = _objects_in(obj)
+        if objects is None:  # the rest of it may be in such an object
+            objects = [obj, obj.__self__] if kind in _METHODS else [obj]
+        pairs = self._pairs(objects, self._places)
         if not pairs:
             return obj
         within = _Within(obj, pairs)
@@ -196,7 +199,8 @@ def _objects_in(
 def _places() -> dict[int, _Reference]:
     """Return, by id, references to the objects that are globals, or attributes of these or of
     classes."""
-    found: dict[int, _Reference] = {}
+    script = namespace("__main__")
+    found = {id(script): _Reference("__main__", "__dict__", set())}
     todo: list[tuple[str, str, str, Any]] = []  # module, path, path of the global, object
 
     def add(module: str, path: str, root: str, values: dict[str, Any]) -> None:
