@@ -333,3 +333,33 @@ if __name__ == "__main__":
 def test_the_globals_of_the_script_as_an_object(tmp_path, context):
     """`globals()` of the script is that of the worker."""
     assert scripts.program(tmp_path, UPDATED, context) == "2 3 "
+
+
+OWN = """
+import sys
+import xpool
+
+def connect():
+    global connection, rate
+    connection, rate = open(__file__), 3
+
+def task():
+    return connection.read(0), rate
+
+if __name__ == "__main__":
+    with xpool.Pool(1, connect, context=sys.argv[1]) as pool:
+        if sys.argv[2] == "late":
+            print(pool.apply(task), end=" ")
+        connection, rate = open(__file__), 4
+        print(pool.apply(task))
+    pool.join()
+    connection.close()
+"""
+
+
+@pytest.mark.parametrize("context", ["forkserver", "fork"])
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_a_worker_keeps_what_the_program_makes_for_itself_later(tmp_path, context, when):
+    """This is so for a value that cannot be sent, too."""
+    out = scripts.program(tmp_path, OWN, context, when)
+    assert out == ("('', 3) ('', 3)\n" if when == "late" else "('', 3)\n")

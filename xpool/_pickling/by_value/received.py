@@ -244,7 +244,8 @@ def _take(
             _set_in_late_modules(before, kept)
     elif kind == Kind.REMOVED:
         _take_back(keys[0], to_import=data)
-    elif not main.is_forked():  # a fork has the program's value, which cannot be pickled
+    # A fork has the program's value, which cannot be pickled.
+    elif not main.is_forked() and keys[0] not in kept:
         _refuse(kind, keys[0], data)
     for key in keys:
         if ours:
