@@ -3,6 +3,8 @@
 import pytest
 from support import scripts
 
+from xpool import Pool
+
 pytestmark = pytest.mark.xpool_only
 
 CONFIG = """
@@ -322,7 +324,8 @@ def task():
     return rate
 
 if __name__ == "__main__":
-    for initializer, initargs in (globals().update, ({"rate": 2},)), (exec, ("rate = 3", globals())):
+    cases = (globals().update, {"rate": 2}), (exec, "rate = 3", globals())
+    for initializer, *initargs in cases:
         with xpool.Pool(1, initializer, initargs, context=sys.argv[1]) as pool:
             print(pool.apply(task), end=" ")
         pool.join()
@@ -363,3 +366,16 @@ def test_a_worker_keeps_what_the_program_makes_for_itself_later(tmp_path, contex
     """This is so for a value that cannot be sent, too."""
     out = scripts.program(tmp_path, OWN, context, when)
     assert out == ("('', 3) ('', 3)\n" if when == "late" else "('', 3)\n")
+
+
+def test_an_initializer_that_sets_a_variable_of_the_function_around_it(make_pool):
+    """A warning names the variable, because tasks do not see the new value."""
+    model, models = None, {}
+
+    def load():
+        nonlocal model
+        model = models["kept"] = 1
+
+    with pytest.warns(RuntimeWarning, match=r"initializer .*load\(\) sets 'model'"):
+        pool = make_pool(Pool, 1, load)
+    assert pool.apply(lambda: (model, models)) == (None, {})

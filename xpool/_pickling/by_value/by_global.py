@@ -8,6 +8,7 @@ objects in the memo of the pickler, which so writes them wherever it meets these
 
 from __future__ import annotations
 
+import dis
 import operator
 from collections.abc import MutableMapping, MutableSequence, MutableSet
 from types import (
@@ -21,6 +22,7 @@ from types import (
 from typing import Any
 
 from xpool._pickling import Key
+from xpool._pickling.by_value import checks
 from xpool._pickling.by_value.compared import attempt
 from xpool._pickling.by_value.names import ATOMS, get_global
 from xpool._pickling.by_value.origin import (
@@ -91,12 +93,26 @@ def referred(whole: tuple[Any, ...], shares: bool) -> tuple[Any, ...]:
 
     ``shares``: whether tensors are shared.  Then a global with tensors or arrays is pickled.
     """
+    _warn_of_variables(whole[0])
     finder = _Finder(shares)
     found = tuple(map(finder.refer, whole))
     if all(map(operator.is_, found, whole)):
         return whole
     common = finder.of_globals.keys() & finder.copied(found)
     return whole if any(_is_kept(finder.of_globals[one]) for one in common) else found
+
+
+def _warn_of_variables(initializer: Any) -> None:
+    """Warn of an initializer that sets a variable of the function around it (``nonlocal``)."""
+    if type(initializer) is FunctionType and initializer.__code__.co_freevars:
+        code = initializer.__code__
+        stores = (one for one in dis.get_instructions(code) if one.opname == "STORE_DEREF")
+        name = next((one.argval for one in stores if one.argval in code.co_freevars), None)
+        if name is not None:
+            checks.warn(
+                f"The initializer {initializer.__qualname__}() sets {name!r}, a variable of the "
+                "function around it. Tasks do not see the new value: let it set a global."
+            )
 
 
 class _Finder:
@@ -119,9 +135,10 @@ class _Finder:
             values = obj.values() if kind is dict else ()
             if ATOMS.issuperset(map(type, obj)) and ATOMS.issuperset(map(type, values)):
                 return obj
-        objects = _objects_in(obj)
+        owner = obj.__self__ if kind in _METHODS else obj
+        objects = None if owner is namespace("__main__") else _objects_in(obj)
         if objects is None:  # the rest of it may be in such an object
-            objects = [obj, obj.__self__] if kind in _METHODS else [obj]
+            objects = [obj, owner]
         pairs = self._pairs(objects, self._places)
         if not pairs:
             return obj

@@ -57,7 +57,7 @@ def took(key: Key, about: str, seconds: float) -> None:
         if name == CACHE:
             what = f"the results that the cached function {said((key[0], owner))} keeps"
             remedy = f"If tasks do not need these results, call `{owner}.cache_clear()`."
-        _warn(
+        warn(
             f"xpool compares {what} ({about}) at each "
             "call with the copy of the workers, since the program may have changed it in place. "
             f"The comparisons have taken {after:.1f} s. {remedy}"
@@ -236,10 +236,10 @@ def refusing_shared_memory(files: bool) -> Iterator[None]:
 def _once(key: Key, what: str, text: str) -> None:
     if (key, what) not in _warned:
         _warned.add((key, what))
-        _warn(text)
+        warn(text)
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
     """Warn, with the first caller outside of xpool as the place."""
     level, frame = 2, sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "xpool":
