@@ -16,7 +16,7 @@ from support.limits import PROGRAM_LIMIT, WAIT
 from support.tiers import also
 from support.waiting import eventually
 
-from xpool import Pool, ResultNotPicklable, XPoolError
+from xpool import Pool, ResultNotPicklable, WorkerStartFailed, XPoolError
 
 from .test_limits import script
 
@@ -89,6 +89,20 @@ def test_workers_at_their_memory_limit(process_kind, make_pool):
     except (MemoryError, ResultNotPicklable) as error:
         assert "MemoryError" in repr(error) or "memory" in str(error)
     assert pool.map(work.square, range(50)) == [i * i for i in range(50)]
+
+
+def limit_to_two_gib():
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+
+
+def test_a_limit_below_what_a_worker_has_mapped(process_kind, make_pool):
+    """Programs limit the memory of forked workers by RLIMIT_AS. Here it would refuse everything, so
+    the pool says at the start which option to use."""
+    pool = make_pool(process_kind, 1, limit_to_two_gib)
+    with pytest.raises(WorkerStartFailed, match=r"RLIMIT_AS .* use Pool\(worker_memory=2147483648"):
+        pool.apply(work.square, (3,))
 
 
 def test_the_parent_at_its_memory_limit(tmp_path):

@@ -131,6 +131,28 @@ def run(
     return code
 
 
+def _check_addresses() -> None:
+    """Raise an error if the initializer has set a limit that the worker already exceeds.
+
+    It could hardly do anything: each import, file or answer may need new addresses.
+    """
+    limits: Any = sys.modules.get("resource")  # code that sets a limit has imported it
+    if limits is None or sys.platform != "linux":
+        return
+    limit = limits.getrlimit(limits.RLIMIT_AS)[0]
+    if limit == limits.RLIM_INFINITY:
+        return
+    file = os.open("/proc/self/statm", os.O_RDONLY)  # `open` needs more memory
+    pages = int(os.read(file, 32).partition(b" ")[0])
+    os.close(file)
+    if pages * os.sysconf("SC_PAGE_SIZE") > limit:
+        raise OptionError(
+            f"RLIMIT_AS is {limit} in this worker, which has more addresses already: a pool's "
+            "shared memory has terabytes of addresses, which take no memory. To limit a worker's "
+            f"memory, use Pool(worker_memory={limit})"
+        )
+
+
 def _prepare() -> None:
     """Prepare for tasks that fail, and for objects of modules that a task imports."""
     failures.prepare(keep_path=True)
@@ -198,6 +220,7 @@ class _Worker:
             settings.imports_done()
         if initializer is not None:
             initializer(*initargs)
+        _check_addresses()
 
     def _make_layout(self, config: dict[str, Any]) -> Layout:
         arena, replies = self._arena, self._replies
