@@ -48,6 +48,25 @@ def test_report_of_work(tmp_path):
     assert f"item 40 of _spin(): {LONG}" in str(report)
 
 
+def test_the_arguments_of_a_single_task_are_shown():
+    """A call, and the only task of a map, are sent with their function, which is not shown."""
+    n = LONG
+    with Pool(1) as pool:
+        pool.map(_spin, [n])
+        pool.starmap(_spin, [(n + 1,)])
+        pool.apply(_spin, (n + 2,))
+        pool.apply(_spin, kwds={"x": n + 3})
+        pool.map(_spin, [n + 4, n + 5], 2)
+        shown = {(slow.task, slow.item) for slow in pool.report().slowest}
+    assert shown == {
+        ("item 0 of _spin()", str(n)),
+        ("item 0 of _spin()", f"({n + 1},)"),
+        ("_spin()", f"({n + 2},)"),
+        ("_spin()", f"{{'x': {n + 3}}}"),
+        ("chunk 0 of _spin()", f"[{n + 4}, {n + 5}]"),
+    }
+
+
 def test_a_report_while_it_works(gate):
     """A busy pool can be asked for its report."""
     with Pool(1) as pool:

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xpool._engine.jobs.ranges import WHOLE
+from xpool._engine.jobs.ranges import CALLS, WHOLE
 from xpool._engine.jobs.scheduler import Batch
 from xpool._pickling.frame import pickle_alone
 from xpool._wire.outbox import COUNTERS
@@ -100,6 +100,7 @@ class Slow(NamedTuple):
     task: str
     worker: int
     item: bytes | None  # the pickled item, if it is small
+    is_call: bool  # the item has a function and its arguments
 
 
 class EngineReport(NamedTuple):
@@ -178,7 +179,7 @@ class Ledger:
         pickled = b"" if item is None else pickle_alone(item)
         kept = bytes(pickled) if 0 < len(pickled) <= ITEM else None
         task = self.describe(*batch.name(batch.first + batch.done))
-        slow = Slow(nanos, next(self._numbers), task, worker, kept)
+        slow = Slow(nanos, next(self._numbers), task, worker, kept, batch.job == CALLS)
         if len(self.slowest) < SLOWEST:
             heapq.heappush(self.slowest, slow)
         else:

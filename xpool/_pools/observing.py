@@ -21,6 +21,7 @@ from xpool._engine.ledger import EngineReport
 from xpool._engine.ledger import WorkerReport as WorkerReport
 from xpool._engine.stacks import WorkerStack as WorkerStack
 from xpool._python.interrupt import shielded
+from xpool._worker.callables import OF_MAPS
 from xpool.errors import OptionError
 
 if TYPE_CHECKING:
@@ -209,13 +210,24 @@ def _sketch(slow: Slow) -> str:
         return ""
     try:
         buffers = itertools.repeat(b"")  # the buffers were not kept
-        return _short.repr(_Sketcher(io.BytesIO(slow.item), buffers=buffers).load())
+        value = _Sketcher(io.BytesIO(slow.item), buffers=buffers).load()
+        if slow.is_call:
+            func, args, kwds = value
+            if func in OF_MAPS:  # the only task of its map
+                value = args[1]
+            elif args or kwds:
+                value = (args, kwds) if args and kwds else args or kwds
+            else:
+                return ""
+        return _short.repr(value)
     except Exception:
         return ""  # the item cannot be shown without its classes
 
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
+
+_NAMES_OF_MAPS = frozenset(one.__name__ for one in OF_MAPS)
 
 _PLAIN = {"set", "frozenset", "slice", "range", "complex", "bytearray"}
 
@@ -226,6 +238,7 @@ class _Sketcher(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # `pickle` keeps what it finds for a number of `copyreg`, so it must be the function itself.
         own = module.startswith("xpool.") and name.startswith("extension")
+        own = own or (module == OF_MAPS[0].__module__ and name in _NAMES_OF_MAPS)
         if own or (module == "builtins" and name in _PLAIN):
             return super().find_class(module, name)
         return _StandIn(name, (), {})
