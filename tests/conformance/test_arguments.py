@@ -173,7 +173,12 @@ def test_a_keyword_of_the_called_function(pool, verb):
 
 @pytest.mark.parametrize(
     ("given", "meant"),
-    [("n_jobs", "processes"), ("max_tasks_per_child", "maxtasksperchild"), ("names", "name")],
+    [
+        ("n_jobs", "processes"),
+        ("max_worker", "processes"),  # close to another library's name
+        ("max_tasks_per_child", "maxtasksperchild"),
+        ("names", "name"),
+    ],
 )
 @pytest.mark.parametrize("name", [*PLAIN, *CONTEXT, "BasePool"])
 def test_a_keyword_of_another_library(name, given, meant):

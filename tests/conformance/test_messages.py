@@ -1,6 +1,7 @@
 """Messages for common mistakes. They appear at the call."""
 
 import asyncio
+import bdb
 import functools
 import multiprocessing
 import os
@@ -503,6 +504,10 @@ def asks(x):
     return input()
 
 
+def breaks(x):
+    raise bdb.BdbQuit  # as `breakpoint()` without a terminal
+
+
 class Owner:
     """An object with a pool and a method."""
 
@@ -542,6 +547,37 @@ def test_places_in_a_task(make_pool, kind):
     assert "__getstate__" in str(refused.value)
 
 
+class Raising:
+    def __reduce__(self):
+        raise KeyError("its own")
+
+
+def test_places_of_an_error_of_an_object(make_pool):
+    """An exception that an object's own code raises has a note that names the object's place."""
+    pool = make_pool(Pool, 1)
+    for call, place in {
+        lambda: pool.apply(work.same, (Holder(Raising()),)): "at held in argument 0 of same()",
+        lambda: pool.map(work.same, [1, Raising()]): "as an item",
+        lambda: Pool(1, print, (1, [Raising()])): "at initargs[1][0]",
+        lambda: Pool(1, Holder(Raising()).__init__, (1,)): "at Holder.__init__.__self__.held",
+    }.items():
+        with pytest.raises(KeyError, match="its own") as caught:
+            call()
+        notes = getattr(caught.value, "__notes__", None) or caught.value.__cause__.args
+        assert f"by Raising.__reduce__ {place}." in notes[0]
+
+
+def test_places_in_initargs():
+    """They name the argument by the word of the caller."""
+    for initializer, initargs, place in (
+        (print, (1, {"a": threading.Lock()}), "at initargs[1]['a']"),
+        (functools.partial(print, threading.Lock()), (), "at print.args[0]"),
+    ):
+        with pytest.raises(TaskNotPicklable) as caught:
+            Pool(1, initializer, initargs)
+        assert f" {place}: cannot pickle" in str(caught.value)
+
+
 def test_places_in_a_result(process_kind, make_pool):
     """They are in the error, with the reason and what to return."""
     pool = make_pool(process_kind, 1)
@@ -570,10 +606,12 @@ def test_a_string_as_initargs():
 
 
 def test_input_in_a_task(make_pool):
-    """A note says that a worker has no standard input."""
-    with pytest.raises(EOFError) as caught:
-        make_pool(Pool, 1).apply(asks, (1,))
-    assert "no standard input" in "".join(getattr(caught.value, "__notes__", ["no standard input"]))
+    """A note says that a worker has no standard input, also for a debugger."""
+    pool = make_pool(Pool, 1)
+    for func, kind in (asks, EOFError), (breaks, bdb.BdbQuit):
+        with pytest.raises(kind) as caught:
+            pool.apply(func, (1,))
+        assert "A worker has no standard input" in caught.value.__cause__.text
 
 
 def test_a_time_limit_in_a_builtin(make_pool):

@@ -233,6 +233,15 @@ def test_contexts_in_place_of_a_number():
         CtxPool([{}])
 
 
+def test_a_string_in_place_of_contexts():
+    """Its characters are no contexts."""
+    import xpool
+
+    for name in "CtxPool", "CtxThreadPool":
+        with pytest.raises(TypeError, match=r"is a string, .* write worker_contexts=\['cuda'\]"):
+            getattr(xpool, name)(worker_contexts="cuda")
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("env", {"OMP_NUM_THREADS": "1"}), ("cpus", (0,)), ("cpus", [0])]
 )

@@ -171,6 +171,11 @@ def _hint(name: str, args: Any) -> str:
 def check_iterable(name: str, value: Any) -> tuple[Any, ...]:
     if not hasattr(value, "__iter__"):
         raise TypeError(f"{name} must be iterable, not {value!r}")
+    if isinstance(value, (str, bytes)):
+        raise TypeError(
+            f"{name} is a string, so each of its characters would be one of the {name}; for a "
+            f"single one write {name}=[{value!r}]"
+        )
     return tuple(value)
 
 
@@ -400,10 +405,13 @@ _ELSEWHERE = {
     "max_tasks_per_child": "maxtasksperchild",
     "max_workers": "processes",
     "max_retries": "retries",
+    "max_tasks_active": "buffersize",
     "method": "context",
     "mp_context": "context",
     "n_jobs": "processes",
     "n_workers": "processes",
+    "ncpus": "processes",
+    "nodes": "processes",
     "nprocs": "processes",
     "num_workers": "processes",
     "prefetch": "buffersize",
@@ -412,6 +420,7 @@ _ELSEWHERE = {
     "time_limit": "timeout",
     "tqdm": "progress",
     "workers": "processes",
+    "worker_init": "initializer",
     "worker_lifespan": "maxtasksperchild",
 }
 """The argument of xpool that has the meaning of another library's argument."""
@@ -458,10 +467,13 @@ def refuse_unknown(function: str, known: list[str], unknown: Iterable[str]) -> N
     from difflib import get_close_matches  # imported here, because few programs need it
 
     name = next(iter(unknown))
-    ours = _ELSEWHERE.get(name, name)
-    ours = _FOR_EXECUTORS.get(ours, ours) if "max_workers" in known else ours
-    near = [ours] if ours in known and ours != name else get_close_matches(name, known, 1)
-    meant = f"; did you mean {near[0]}=?" if near else ""
+    names = {one: one for one in known}
+    for theirs, ours in _ELSEWHERE.items():
+        ours = _FOR_EXECUTORS.get(ours, ours) if "max_workers" in known else ours
+        if ours in known:
+            names.setdefault(theirs, ours)
+    near = [name] if name in names else get_close_matches(name, names, 1)
+    meant = f"; did you mean {names[near[0]]}=?" if near else ""
     if not near:
         others = f"; {_ITS_VERBS[name]} it" if name in _ITS_VERBS else ""
         meant = f"{others}; it has {', '.join(known)}"

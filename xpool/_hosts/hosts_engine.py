@@ -289,7 +289,7 @@ def make_engine(
     configuration.  ``kind``: of the devices that the workers are bound to; None: no devices.
     """
     packer, options = pool._pack_by(BY_PIPE._replace(book=Book())), pool._options
-    initializer = packer.pack_option("initializer or initargs", (pool.initializer, pool.initargs))
+    initializer = packer.pack_start(pool.initializer, pool.initargs)
     spec = pool._worker_spec(initializer)
     if kind is not None:
         spec = spec._replace(contexts=None)  # each agent makes the contexts of its own workers

@@ -90,6 +90,16 @@ def _in_function(function: Any, path: str) -> str:
     return f" at {path[1:]}" if known else f" at {name.removesuffix('()')}{path}"
 
 
+_START = "initializer or initargs"
+
+
+def _place_in_start(start: tuple[Any, Any], path: str) -> str:
+    """Return words for a place in the initializer or its arguments."""
+    if path.startswith("[0]"):
+        return _in_function(start[0], path[3:])
+    return at(f"initargs{path[3:]}" if path.startswith("[1]") else path)
+
+
 class Packer:
     """Pickles the messages of the pool that ``token`` identifies.
 
@@ -136,7 +146,7 @@ class Packer:
                 layout = self.layout._replace(target=worker, kept=kept)
                 payload = encode(task, recurse=self.recurse, layout=layout, told=told)
             return payload, worker
-        except (TaskNotPicklable, RuntimeError) as exc:  # also of pools, and of multiprocessing
+        except Exception as exc:  # also one that the code of an object has raised
             say_where(exc, functools.partial(_place, task, role))
             raise
 
@@ -153,9 +163,17 @@ class Packer:
             layout = layout._replace(book=None)
         try:
             payload = encode(obj, recurse=self.recurse, layout=layout, told=told)
-        except TaskNotPicklable as exc:
-            raise TaskNotPicklable(f"{name}: {exc}") from exc
+        except Exception as exc:
+            if name == _START:
+                say_where(exc, functools.partial(_place_in_start, obj))
+            if isinstance(exc, TaskNotPicklable):
+                raise TaskNotPicklable(f"{name}: {exc}") from exc
+            raise
         return payload if isinstance(payload, bytes) else bytes(payload)
+
+    def pack_start(self, initializer: Any, initargs: Any) -> bytes:
+        """Pickle the initializer and its arguments."""
+        return self.pack_option(_START, (initializer, initargs))
 
     def refer(self, obj: Any) -> Any:
         """Return a part of an initializer with references to globals of the program."""

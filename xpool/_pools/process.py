@@ -225,7 +225,7 @@ class Pool(BasePool):
         inherited, whole = None, (self.initializer, *self.initargs)
         referred = whole if self.initializer is None else self._packer.refer(whole)
         try:
-            blob = self._packer.pack_option("initializer or initargs", (referred[0], referred[1:]))
+            blob = self._packer.pack_start(referred[0], referred[1:])
         except Exception as exc:  # of any object's own __reduce__
             if not launcher.inherits:
                 if not _only_by_inheritance(exc):

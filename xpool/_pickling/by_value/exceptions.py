@@ -55,9 +55,9 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
     return encode(_Raised(stand_in, traceback_text), home=True)
 
 
-_ADVICE: tuple[tuple[type, tuple[str, ...], str], ...] = (
+_ADVICE: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
-        AssertionError,
+        "builtins.AssertionError",
         ("daemonic processes are not allowed",),
         (
             "A task that starts processes of multiprocessing, as a DataLoader with num_workers "
@@ -65,12 +65,20 @@ _ADVICE: tuple[tuple[type, tuple[str, ...], str], ...] = (
         ),
     ),
     (
-        EOFError,
+        "builtins.EOFError",
         ("EOF when reading a line",),
         "A worker has no standard input: ask in the program, and pass the answer on.",
     ),
     (
-        LookupError,
+        "bdb.BdbQuit",
+        ("",),
+        (
+            "A worker has no standard input for a debugger. Debug the function in the program, or "
+            "in a ThreadPool."
+        ),
+    ),
+    (
+        "builtins.LookupError",
         ("unknown error handler name ", "unknown encoding: "),
         (
             "If the program has registered it, it was not sent to this worker. Register it by "
@@ -82,10 +90,11 @@ _ADVICE: tuple[tuple[type, tuple[str, ...], str], ...] = (
 
 
 def _advice(exc: BaseException) -> str:
+    name = f"{type(exc).__module__}.{type(exc).__qualname__}"
     found = (
         advice
         for kind, parts, advice in _ADVICE
-        if type(exc) is kind and any(part in str(exc) for part in parts)
+        if name == kind and any(part in str(exc) for part in parts)
     )
     return next(found, "")
 
