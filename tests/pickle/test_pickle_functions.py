@@ -139,6 +139,21 @@ def test_functions_made_by_exec() -> None:
     assert f.__globals__["n"] == 1
 
 
+class Fallback(dict[str, Any]):
+    """Globals that also have the local variables, as those of `IPython.embed`."""
+
+    def __missing__(self, name: str) -> Any:
+        return self["local"][name]
+
+
+def test_globals_that_a_subclass_of_dict_finds() -> None:
+    """A function finds the names there, as in the program."""
+    local: dict[str, Any] = {"factor": 3}
+    space = Fallback(__name__="__main__", local=local, own=1)
+    exec("def f(x): return factor * x + own + len([x])", space, local)
+    assert local["f"](2) == again(local["f"])(2) == 8
+
+
 def test_empty_cell() -> None:
     """A variable without a value has none after the trip."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import gc
 import marshal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from types import (
     BuiltinFunctionType,
@@ -90,7 +91,7 @@ def _reduce_function(pickler: Context, function: FunctionType) -> Any:
         # They are no module's, or are copied (`recurse`).  In the receiver, functions with the same
         # globals share a dict.
         space = pickler.spaces.setdefault(id(values), Instead(_make_space, (module,)))
-        state["globals"] = {name: values[name] for name in names if name in values}
+        state["globals"] = _used(values, names)
     if function.__module__ != module:  # functools.wraps
         state["__module__"] = function.__module__
     # Then add the attributes that a new function with this code lacks.
@@ -108,6 +109,17 @@ def _reduce_function(pickler: Context, function: FunctionType) -> Any:
         state["dict"] = function.__dict__
     shell = (function.__code__, space, function.__name__, function.__closure__)
     return _make_function, shell, state, None, None, _fill_function
+
+
+def _used(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return those globals of a function that have these names."""
+    if type(values) is dict:
+        return {name: values[name] for name in names if name in values}
+    found = {}
+    for name in names:
+        with contextlib.suppress(KeyError):
+            found[name] = values[name]  # also by `__missing__`, as in `IPython.embed`
+    return found
 
 
 _ATTRIBUTES = ("__defaults__", "__kwdefaults__", "__doc__", "__qualname__", "__type_params__")
