@@ -417,6 +417,10 @@ class MapResult(AsyncResult[list[T]]):
     def describe(self, index: int) -> str:
         return f"{'chunk' if self._chunked else 'item'} {index} of {self.label}"
 
+    def unanswered(self, tasks: int) -> int:
+        """Return how many of the first tasks are unanswered.  No other task was submitted yet."""
+        return self._left - (self._tasks - tasks)
+
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
         if self.settled:
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from xpool._engine.jobs.ranges import CALLS, TaskRange
 from xpool._memory.anonymous_files import File
 from xpool._memory.arena import Arena
 from xpool._memory.holds import Block
+from xpool._memory.system import available_memory
 from xpool._pickling import SETTINGS, Brought, Key
 from xpool._pickling.by_value.broadcast import Broadcast, publish
 from xpool._pickling.by_value.sent import Book
@@ -233,6 +235,13 @@ RECEIVE_MILLISECONDS = 5.0
 another thread cancels has its result that much later."""
 
 
+LEAST_AHEAD = 64 << 20
+"""The caller of a `map` pickles so many bytes of tasks before workers have answered some, or a
+quarter of the available memory if that is more.  `map_async`, whose caller goes on, pickles all."""
+
+POLL_SECONDS = 0.005
+
+
 class EngineSubmitter(HookSubmitter):
     """Pickles tasks and gives them to an engine.
 
@@ -320,6 +329,7 @@ class EngineSubmitter(HookSubmitter):
                 return
         task_ranges = [begin]
         failed = []
+        large, most = 0, LEAST_AHEAD if job.options.waits else math.inf
         for i, chunk in enumerate(chunks):
             try:
                 payload, worker = self.packer.pack_task(
@@ -332,16 +342,46 @@ class EngineSubmitter(HookSubmitter):
                 task_ranges.append(begin.beside(i + 1))
                 continue
             if type(payload) is not bytes:
-                self.engine.sent(payload)
+                large += self.engine.sent(payload)
             if worker is None:
                 task_ranges[-1].items.append(payload)
             else:
                 task_ranges += begin.beside(i, (payload,), worker), begin.beside(i + 1)
+            if large > most:
+                most = max(LEAST_AHEAD, available_memory() // 4) if most == LEAST_AHEAD else most
+                if self._is_far_ahead(job, i + 1, large, most):
+                    self._submit(job, task_ranges, failed)
+                    task_ranges, failed = [begin.beside(i + 1)], []
+                    self._await_workers(job, i + 1, large, most)
+                    if job.settled:
+                        return  # the pool has failed
+        self._submit(job, task_ranges, failed)
+
+    def _submit(
+        self, job: Job, task_ranges: list[TaskRange], failed: list[tuple[int, Exception]]
+    ) -> None:
         for task_range in task_ranges:
             if task_range.items:
                 self.engine.submit(task_range)
         for i, exc in failed:
             self.jobs.deliver(job.number, i, False, exc)
+
+    def _is_far_ahead(self, job: Any, tasks: int, nbytes: int, most: float) -> bool:
+        """Whether the unanswered of the first tasks of a map take more memory than ``most``.
+
+        ``nbytes``: that of all of them.  Each worker may have a task, and another one.
+        """
+        left: int = job.unanswered(tasks)
+        pool: Any = self._pool()  # not None, because the caller of the verb holds it
+        workers: int = pool.size()
+        return left > 2 * workers and nbytes / tasks * left > most
+
+    @interruptible
+    def _await_workers(self, job: Any, tasks: int, nbytes: int, most: float) -> None:
+        if pending:
+            deliver()
+        while not job.settled and self._is_far_ahead(job, tasks, nbytes, most):
+            job.wait(POLL_SECONDS)
 
     def stream(self, job: Stream, work: Work, flow: FlowControl) -> tuple[Put, Runs | None]:
         begin, owner, told = self.learn(job, work)
