@@ -219,6 +219,9 @@ class _Worker:
         if settings.ignores:
             settings.imports_done()
         if initializer is not None:
+            names = getattr(getattr(initializer, "__code__", None), "co_names", ())
+            if "resource" in sys.modules or "resource" in names:
+                failures.ready()  # while there are addresses, if the initializer limits them
             initializer(*initargs)
         _check_addresses()
 
