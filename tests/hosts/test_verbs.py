@@ -338,6 +338,12 @@ def test_initializer(cluster, make_pool):
     assert pool.run_all(work.recall) == [[("a", 1)]] * 2
 
 
+def test_initializer_of_a_global(cluster, make_pool):
+    """It acts on the worker's global, as in a pool on one host."""
+    pool = make_pool(over, cluster, initializer=work.initialised.append, initargs=("b",))
+    assert pool.apply(work.recall) == ["b"]
+
+
 def test_initializer_that_fails(cluster, make_pool):
     """If the initializer raises, each task fails with WorkerStartFailed, which has the error."""
     pool = make_pool(over, cluster, initializer=work.fail, initargs=("why",))
