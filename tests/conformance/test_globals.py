@@ -845,7 +845,15 @@ def scale(x):
 
 frame, other = [1, 2], [3]
 
+class Locked(list):
+    def __reduce__(self):
+        print("pickled")
+        return Locked, ()
+
+table = Locked()
+
 def fit(x):
+    '''Uses :func:`~texts.formula`, and no table.'''
     return texts.formula(f"y ~ scale(x) + {x}")(x)
 
 def select():

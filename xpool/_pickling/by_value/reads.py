@@ -66,6 +66,15 @@ _OF_SQL = frozenset({"sql", "execute", "query", "from_query"})
 """Functions of duckdb that get a text with the names of frames."""
 
 
+_NEWLOCALS, _HAS_DOCSTRING = 0x2, 0x4000000  # `inspect.CO_NEWLOCALS`, `CO_HAS_DOCSTRING`
+
+
+def _docstring_of(code: CodeType) -> Any:
+    """Return the docstring of a function, or None."""
+    known = sys.version_info >= (3, 14)
+    return None if known and not code.co_flags & _HAS_DOCSTRING else code.co_consts[0]
+
+
 def _names_in(text: str, named: tuple[str, ...]) -> Iterator[str]:
     """Yield the variables in a text of code that names these functions."""
     if "@" in text and not _OF_FRAMES.isdisjoint(named):  # `frame.query("price < @limit")`
@@ -109,8 +118,8 @@ class Code:
         if not _BY_NAME.isdisjoint(code.co_names):  # `getattr(module, "rate")`
             texts = (one for one in code.co_consts if type(one) is str)
             self.attributes.update(one for one in texts if one.isidentifier())
-        for text in code.co_consts:
-            if type(text) is str:
+        for text in code.co_consts if code.co_flags & _NEWLOCALS else ():  # not those of classes
+            if type(text) is str and text is not _docstring_of(code):
                 self.names.update(_names_in(text, code.co_names))
         import dis  # imported here, because its import is slow
 
