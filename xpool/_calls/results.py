@@ -86,6 +86,13 @@ def open_one(answer: Any) -> Any:
     return answer
 
 
+def error_of(value: Any) -> BaseException:
+    """Return the value of a failed task, or the error that it is no exception."""
+    if isinstance(value, BaseException):
+        return value
+    return TypeError(f"the value of a failed task must be an exception, not {value!r}")
+
+
 def exception_in(failure: BaseException | PickledResult) -> BaseException:
     """Return an error, unpickled if necessary.  The thread that will raise it calls this."""
     error = open_one(failure)
@@ -323,8 +330,8 @@ class AsyncResult(Job, Generic[T]):
                     raise value.exc
             if self._pieces is not None:
                 value = self._assembled(value)
-            if not success and not isinstance(value, BaseException):
-                raise TypeError(f"the value of a failed task must be an exception, not {value!r}")
+            if not success:
+                value = error_of(value)
         except Exception as exc:
             if by_handler(exc):
                 raise

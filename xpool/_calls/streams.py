@@ -279,11 +279,11 @@ class IMapIterator(Iterator[T]):
             if first not in self._arrived:
                 if first == self._length:
                     raise StopIteration
-                if self._failure is not None and self._raised < MOST_RAISED:
+                if self._failure is not None:
+                    if self._raised == MOST_RAISED:
+                        raise StopIteration
                     self._raised += 1
                     raise self._as_error(exception_in(self._failure))
-                if self._failure is not None:
-                    raise StopIteration
                 return False
             # Unpickled before they are removed: if a signal handler raises, the answers remain.
             buffer = self.buffer

@@ -289,10 +289,8 @@ def make_engine(
     configuration.  ``kind``: of the devices that the workers are bound to; None: no devices.
     """
     packer, options = pool._pack_by(BY_PIPE._replace(book=Book())), pool._options
-    func, *args = start = pool.initializer, *pool.initargs
-    if func is not None:
-        func, *args = packer.refer(start)
-    spec = pool._worker_spec(packer.pack_start(func, tuple(args)))
+    start = packer.refer((pool.initializer, *pool.initargs))
+    spec = pool._worker_spec(packer.pack_start(start))
     if kind is not None:
         spec = spec._replace(contexts=None)  # each agent makes the contexts of its own workers
     modules = wanted_modules()

@@ -173,14 +173,17 @@ class Packer:
             raise
         return payload if isinstance(payload, bytes) else bytes(payload)
 
-    def pack_start(self, initializer: Any, initargs: Any) -> bytes:
-        """Pickle the initializer and its arguments."""
-        return self.pack_option(_START, (initializer, initargs))
+    def pack_start(self, start: tuple[Any, ...]) -> bytes:
+        """Pickle an initializer and its arguments."""
+        return self.pack_option(_START, (start[0], start[1:]))
 
-    def refer(self, obj: Any) -> Any:
-        """Return a part of an initializer with references to globals of the program."""
+    def refer(self, start: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return an initializer and its arguments, with references to globals of the program."""
+        if start[0] is None:
+            return start
         late = import_module("xpool._pickling.by_value.by_global")  # few pools need it
-        return late.referred(obj, self.layout.arena is not None)
+        referred: tuple[Any, ...] = late.referred(start, self.layout.arena is not None)
+        return referred
 
     def pack_context(self, name: str, context: Any) -> bytes:
         """Pickle the context of a worker, which all its tasks use."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from xpool._calls.results import AsyncResult, Job, PickledResult, Unopened
+from xpool._calls.results import AsyncResult, Job, PickledResult, Unopened, error_of
 from xpool._pools.callbacks import Callbacks
 from xpool._pools.hooks import Carried, Result
 from xpool._pools.input_reader import InputReader
@@ -19,7 +19,8 @@ from xpool._python.waiters import Waiters
 from xpool.errors import XPoolError
 
 HOOKED = "pool_outqueue_get() has returned"
-"""The beginning of errors about results of that hook."""
+CAUSED = "a hook has caused"
+"""The beginnings of errors about results that come through hooks."""
 
 Failure = TypeVar("Failure", bound=BaseException | PickledResult)
 
@@ -129,10 +130,8 @@ class JobTable:
                 self.counts["failed"] += 1
                 if isinstance(value, Carried):
                     value = value.exc
-                elif not isinstance(value, (BaseException, PickledResult, Unopened)):
-                    value = TypeError(
-                        f"the value of a failed task must be an exception, not {value!r}"
-                    )
+                elif not isinstance(value, (PickledResult, Unopened)):
+                    value = error_of(value)
             if job.deliver(index, ok, value):
                 if completes and job.is_future:
                     return job

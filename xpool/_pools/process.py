@@ -24,7 +24,7 @@ from xpool._engine.launch import (
 from xpool._memory.system import default_processes
 from xpool._pools.base import BasePool, at_exit
 from xpool._pools.hooks import Result, Task, next_result
-from xpool._pools.job_table import HOOKED
+from xpool._pools.job_table import CAUSED, HOOKED
 from xpool._pools.pool_options import REFUSED_OVER_HOSTS, PoolOptions, takes
 from xpool._pools.submitters import HookSubmitter
 from xpool._python.interrupt import shielded
@@ -208,7 +208,7 @@ class Pool(BasePool):
         self._jobs.hooked = ""
         if type(self).pool_inqueue_put is not Pool.pool_inqueue_put:
             self._submitter = HookSubmitter(self, self._jobs, self._tasks)
-            self._jobs.hooked = "a hook has caused"
+            self._jobs.hooked = CAUSED
         if type(self).pool_outqueue_get is Pool.pool_outqueue_get:
             self._jobs.results = self._engine.results
         else:
@@ -223,9 +223,9 @@ class Pool(BasePool):
     def _make_engine(self, launcher: Launcher) -> EngineProtocol:
         options = self._options
         inherited, whole = None, (self.initializer, *self.initargs)
-        referred = whole if self.initializer is None else self._packer.refer(whole)
+        referred = self._packer.refer(whole)
         try:
-            blob = self._packer.pack_start(referred[0], referred[1:])
+            blob = self._packer.pack_start(referred)
         except Exception as exc:  # of any object's own __reduce__
             if not launcher.inherits:
                 if not _only_by_inheritance(exc):

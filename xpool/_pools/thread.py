@@ -12,7 +12,7 @@ from xpool._engine.jobs.states import PoolStates
 from xpool._engine.threads import HeldTask, ThreadOptions, ThreadWorkers
 from xpool._pools.base import BasePool
 from xpool._pools.hooks import Result, Task, next_result
-from xpool._pools.job_table import JobTable
+from xpool._pools.job_table import CAUSED, JobTable
 from xpool._pools.pool_options import REFUSED_BY_THREADS, PoolOptions, takes
 from xpool._pools.submitters import HookSubmitter
 from xpool._pools.thread_submitter import ThreadSubmitter
@@ -74,7 +74,7 @@ class ThreadPool(BasePool):
         hooks = kind.pool_inqueue_put, kind.worker
         is_hooked = hooks != (ThreadPool.pool_inqueue_put, ThreadPool.worker)
         if type(self).pool_outqueue_get is ThreadPool.pool_outqueue_get:
-            self._jobs.hooked = "a hook has caused" if is_hooked else ""
+            self._jobs.hooked = CAUSED if is_hooked else ""
         if is_hooked:
             self._submitter = HookSubmitter(self, self._jobs, own)
         else:

@@ -46,13 +46,12 @@ from xpool._pickling.by_value.origin import (
     IMPORTED,
     INSTALLED,
     SENT,
-    attributes_of,
     canonical,
     is_made_in_function,
     is_patch,
     module_of,
-    modules,
     origin_of,
+    place_in_package,
     value_of,
 )
 from xpool._pickling.by_value.reads import functions_in, in_python, keys_of, variables_of
@@ -69,8 +68,10 @@ _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: C code made it
 def _reduce_class(pickler: Context, cls: type) -> Any:
     if not is_defined_by_statement(cls):
         return NotImplemented
-    if cls.__module__ == "builtins" and (place := _place_in_package(cls)) is not None:
-        return of_module, place
+    if cls.__module__ == "builtins":  # so says a class in Rust: `safetensors.safe_open`
+        place = place_in_package("builtins", cls.__name__, cls)
+        if place is not None:
+            return of_module, place
     if pickler.blob is None:
         token = registry.token_of(cls)
         # With `recurse`, definitions have copies of globals.
@@ -87,18 +88,6 @@ def _reduce_class(pickler: Context, cls: type) -> Any:
         # The receiver sets attributes of the class, and methods may use the class by its name.
         pickler.names.add((canonical(cls.__module__), cls.__qualname__.partition(".")[0]))
     return _written_out(cls, pickler.recurse, pickler.blob.versions)
-
-
-def _place_in_package(cls: type) -> tuple[str, str] | None:
-    """Return the installed module that has a class of compiled code, and its name there, or None.
-
-    Classes in Rust, such as ``safetensors.safe_open``, do not name their module.
-    """
-    name = cls.__name__
-    for module, there in modules():
-        if attributes_of(there).get(name) is cls and origin_of(module) == INSTALLED:
-            return module, name
-    return None
 
 
 def is_defined_by_statement(cls: type) -> bool:

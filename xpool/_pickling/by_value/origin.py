@@ -764,9 +764,14 @@ FLAGS = "absl.flags._flagvalues"
 
 def home_of(key: Key, value: Any) -> Key | None:
     """Return the installed module that also has a global under its name, and the name; or None."""
-    (here, name), kind = key, type(value)
-    if "." in name or issubclass(kind, (type, FunctionType)) or kind.__module__ == FLAGS:
+    kind = type(value)
+    if "." in key[1] or issubclass(kind, (type, FunctionType)) or kind.__module__ == FLAGS:
         return None
+    return place_in_package(*key, value)
+
+
+def place_in_package(here: str, name: str, value: Any) -> Key | None:
+    """Return the installed module, other than ``here``, that has this global, and its name."""
     known = here, name, id(value)
     count, home = _homes.get(known, (0, None))
     if count != len(sys.modules) or (
