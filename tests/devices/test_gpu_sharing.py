@@ -140,10 +140,12 @@ def test_parameters(pool: Any, each_opened: None):
 
 def test_every_verb(pool: Any, each_opened: None):
     """All verbs share memory in items, and open each handle once."""
-    x = tasks.put(torch.zeros(4))
-    pool.map(tasks.change, [x] * 5, 2)
-    assert list(pool.imap(tasks.values, [x] * 5)) == [[([5.0] * 4, True)]] * 5
-    assert pool.apply_async(tasks.values, (x,)).get() == [([5.0] * 4, True)]
+    a, b, c = (tasks.put(torch.zeros(4)) for _ in range(3))
+    items = [a, a, b, b, c]
+    pool.map(tasks.change, items, 2)  # no two workers add to one tensor at a time
+    expected = [[([n] * 4, True)] for n in (2.0, 2.0, 2.0, 2.0, 1.0)]
+    assert list(pool.imap(tasks.values, items)) == expected
+    assert pool.apply_async(tasks.values, (a,)).get() == expected[0]
 
 
 def test_share_method_cuda(share: Any, each_opened: None):
