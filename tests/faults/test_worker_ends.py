@@ -183,7 +183,7 @@ EXIT = """
 
     pool = xpool.Pool(2, on_worker_end=hook)
     if __name__ == "__main__":
-        pool.map(work.square, range(4))
+        pool.run_all(work.square, 3)  # both workers were started
 """
 
 
