@@ -203,6 +203,54 @@ def test_the_system_has_no_process(tmp_path, times, outcome):
     assert scripts.program(tmp_path, REFUSED, refuses=refuses) == outcome
 
 
+SLOW = """
+    import os, time
+    import xpool
+
+    def waits(path):
+        with open(path, "w"):
+            time.sleep(60)
+
+    if __name__ == "__main__":
+        ends = []
+        os.mkfifo("go")
+        os.mkfifo("begun")
+        xpool.preload("stops")
+        with xpool.Pool(1, on_worker_end=ends.append) as pool:
+            pid = pool.apply(os.getpid)
+            assert pool.statistics()["pids"] == [pid]
+            call = pool.apply_async(waits, ("begun",))
+            with open("begun"):
+                call.cancel()
+            assert pool.apply(os.getpid) == pid
+            with open("go", "w"):
+                pass
+        assert [end.pid for end in ends] == [pid]
+"""
+
+STOPS = """
+    import os
+
+    true_fork = os.fork
+
+    def fork():
+        pid = true_fork()
+        if pid:
+            open("go").close()
+        return pid
+
+    os.fork = fork
+"""
+
+
+def test_a_worker_runs_before_the_server_goes_on(tmp_path):
+    """On a busy machine, a worker may run tasks before the server has told its pid. The pool knows
+    the pid, so it can stop a task, and tells of the worker's end."""
+    scripts.write(tmp_path / "stops.py", STOPS)
+    program = scripts.write(tmp_path / "program.py", SLOW)
+    assert scripts.run_ok([program], cwd=tmp_path) == ""
+
+
 FLAGS = """
     import os, sys
     sys.path[:] = [*{path!r}, "/nowhere/else"]

@@ -38,7 +38,7 @@ class Forked:
 
     The server and the child have the other end, so the socket closes when both have ended.  The
     kernel adds the sender's pid to each packet: only the server may send reports, and the child may
-    send only `entry.TRACKER`.
+    send only `entry.BEGUN` and `entry.TRACKER`.
 
     Attributes:
         sentinel: a descriptor that becomes readable when `ended` has something to read.
@@ -83,18 +83,23 @@ class Forked:
             elif data[:1] == entry.REFUSED and self._pid is None and len(data) == 3:
                 number = int.from_bytes(data[1:], "little")
                 self.problem = OSError(number, f"fork() was refused: {os.strerror(number)}")
+            elif data == entry.BEGUN and self._pid in (None, sender):
+                self._pid = sender
             elif data == entry.TRACKER:
                 self._lend_tracker()
-            elif len(data) != 8 or sender != (self._server or sender):
+            elif len(data) != 8 or not self._is_server(sender):
                 self._protocol_error = ValueError(
                     f"process {sender} wrote {len(data)} bytes to the socket of the fork server"
                 )
-            elif self._pid is None:
-                self._pid = int.from_bytes(data, "little", signed=True)
+            elif self._server is None:
                 self._server = sender
+                self._pid = self._pid or int.from_bytes(data, "little", signed=True)
             else:
                 self.exitcode = int.from_bytes(data, "little", signed=True)
                 self._ended = True
+
+    def _is_server(self, sender: int) -> bool:
+        return sender == self._server if self._server is not None else sender != self._pid
 
     def _receive(self) -> tuple[bytes, int | None]:
         """Receive a packet; return it and the pid of its sender, None at the end of the socket."""
@@ -136,7 +141,7 @@ class Forked:
             if signum == signal.SIGKILL:
                 # The server may import for long before it sees this, so count the worker as ended.
                 # If the server forks the worker meanwhile, the worker ends at its first line,
-                # because its lifeline is cut.
+                # because its `BEGUN` fails.
                 self._called_off = True
                 with descriptors.borrowed(self.sentinel, socket.SOCK_SEQPACKET) as sock:
                     sock.shutdown(socket.SHUT_RDWR)

@@ -41,6 +41,9 @@ from xpool._python import descriptors
 ONE, SEVERAL = b"W", b"S"
 """The kind of descriptors in a boot socket: those of one worker, or boot sockets of several."""
 
+BEGUN = b"B"
+"""A forked worker sends this first, since it may run tasks before the server has told its pid."""
+
 TRACKER = b"T"
 """A worker sends this to ask for the program's resource tracker; the parent's reply is the same
 byte, with the tracker's descriptor."""

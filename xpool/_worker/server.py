@@ -9,8 +9,9 @@ The parent sends requests over a SOCK_SEQPACKET pair.  A request is a byte with 
 descriptors.  The descriptors are the worker's boot socket; a SOCK_SEQPACKET socket for its status;
 and the current stdout and stderr, if bits 0 and 1 of the byte are set.  On the status socket the
 server writes the worker's pid and later its wait status, each as 8 bytes, or the reason why it
-cannot fork.  The worker uses this socket to ask for the program's resource tracker.  The server
-ends when the parent closes the other end of the pair; workers have lifelines of their own.
+cannot fork.  The worker uses this socket to say that it has begun, and to ask for the program's
+resource tracker.  The server ends when the parent closes the other end of the pair; workers have
+lifelines of their own.
 """
 
 from __future__ import annotations
@@ -220,6 +221,10 @@ def _child(
     late: Callable[[], None] | None,
     known: dict[str, str],
 ) -> int:
+    try:
+        os.write(status, entry.BEGUN)
+    except ConnectionError:
+        os._exit(0)  # the parent has called off the request meanwhile
     code = 1
     try:
         # Garbage collection is off in the server until all is imported (`_engine/launch`).
