@@ -237,6 +237,20 @@ def test_processor_times(make_pool, mailbox):
     spinning.cancel()
 
 
+def test_the_stack_of_a_task_on_a_busy_machine(make_pool, monkeypatch):
+    """A task in C code is asked for its stack before it is killed, also if the engine's thread
+    comes late."""
+    ask = worker.WorkerProcess.interrupt
+
+    def ask_late(*args):
+        ask(*args)
+        time.sleep(2 * monitor.STOP_GRACE_SECONDS)
+
+    monkeypatch.setattr(worker.WorkerProcess, "interrupt", ask_late)
+    result = make_pool(Pool, 1).apply_async(work.spin_in_c, timeout=LIMIT)
+    assert "spin_in_c" in stopped(result).stack
+
+
 def spin_in_a_thread(box, gate):
     threading.Thread(target=work.post_and_spin, args=(box,), daemon=True).start()
     work.pass_gate(gate)

@@ -671,9 +671,9 @@ class WorkerMonitor:
         starts, now = worker in self._starting, self._reactor.now()
         if not starts and worker.interrupted is None:
             return
-        if now < worker.asked[0] + STOP_GRACE_SECONDS:
+        if not worker.asked_again:  # also if this thread comes late: else no stack is known
             worker.ask_again()
-            self._overdue.schedule_by(worker, worker.asked[0] + STOP_GRACE_SECONDS)
+            self._overdue.schedule_by(worker, now + STOP_GRACE_SECONDS / 2)
             return
         if worker.interrupted is None:
             stack = worker.box.stack()

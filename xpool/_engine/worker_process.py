@@ -238,6 +238,7 @@ class WorkerProcess:
         self.interrupted: int | None = None  # the item that the worker was asked to stop
         # When it was asked to stop its task, and its `processor_times` then.
         self.asked = (0.0, 0.0, 0.0)
+        self.asked_again = False  # by `ask_again`, since then
         self.deadlines = Deadlines()
 
     def _transition(self, event: WorkerEvent) -> None:
@@ -352,7 +353,10 @@ class WorkerProcess:
         self.interrupted = item
         # The signal's handler compares this with the running item, so that it cannot hit the next.
         self.box.ask(item + 1)
-        self.asked = (now, *processor_times(self.pid)[:2])
+        self._signal_stop(now)
+
+    def _signal_stop(self, now: float) -> None:
+        self.asked, self.asked_again = (now, *processor_times(self.pid)[:2]), False
         self.send_signal(STOP_SIGNAL)
 
     def ask_again(self) -> None:
@@ -361,14 +365,14 @@ class WorkerProcess:
         Python would not notice the first signal if it came just before the main thread began to
         wait in the system, for example in `time.sleep`.  A worker in C code writes its stack now.
         """
+        self.asked_again = True
         if self.interrupted is None or self.box.began == self.interrupted + 1:
             self.send_signal(STOP_SIGNAL if self.box.stack() else STACK_SIGNAL)
 
     def ask_for_stack(self, now: float) -> None:
         """Ask a starting worker for its stack."""
         self.box.ask(NO_LIMIT)  # no item
-        self.asked = (now, *processor_times(self.pid)[:2])
-        self.send_signal(STOP_SIGNAL)
+        self._signal_stop(now)
 
     def send_signal(self, number: int) -> None:
         assert self.handle is not None
