@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from support import scripts, work
+from support.limits import WAIT
 from support.tiers import also
-from support.waiting import drained
+from support.waiting import drained, eventually
 
 from xpool import AsyncResult, P2PPool, Pool, TimeoutError
 
@@ -155,6 +156,18 @@ def test_a_handler_waits_for_a_call_behind_the_awaited_one(call, on_signal):
             assert get(awaited) == os.getpid()
             assert get(behind) == n
         assert len(got) == 50
+
+
+def test_a_handler_waits_while_a_lock_of_a_future_is_held():
+    """`Future.result` holds the lock of its future for a moment. A handler that comes in this
+    moment may wait for a call behind, which the same thread of the pool completes."""
+    with Pool(1) as pool, pool.executor() as executor:
+        awaited = executor.submit(work.same, 1)
+        with awaited._condition:
+            behind = [executor.submit(work.same, n) for n in range(3)]
+            eventually(lambda: pool.statistics()["succeeded"] == 4, "all are answered")
+            assert [one.result(WAIT) for one in behind] == [0, 1, 2]
+        assert awaited.result(WAIT) == 1
 
 
 def test_a_get_takes_over_its_answer_in_any_thread():

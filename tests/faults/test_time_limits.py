@@ -81,7 +81,7 @@ def tidy(log):
 def test_a_signal_during_the_cleanup(process_kind, make_pool, log, monkeypatch):
     """A further signal does not interrupt the cleanup. The error shows where the task was stopped,
     and so does that of the next task."""
-    monkeypatch.setattr(monitor, "STOP_GRACE_SECONDS", 3600)  # the worker is not killed
+    monkeypatch.setattr(monitor, "STOP_GRACE_SECONDS", WAIT)  # no worker is killed
     pool = make_pool(process_kind, 1, work.nothing)
     for times in (1, 2):
         error = stopped(pool.apply_async(count_and_tidy, (str(log),), timeout=LIMIT))

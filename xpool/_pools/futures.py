@@ -153,6 +153,9 @@ class _Future(concurrent.futures.Future[T]):
     _job: _Call | None = None
     # The reason why the future is never completed, in a forked child: its parent has the workers.
     _forked: BaseException | None = None
+    # Of the base class, in every version of Python.
+    _done_callbacks: list[Any]
+    _invoke_callbacks: Callable[[], None]
 
     def result(self, timeout: float | None = None) -> T:
         job = self._job
@@ -204,10 +207,21 @@ class _Future(concurrent.futures.Future[T]):
         return pool is not None and job is not None and pool._submitter.runs(job)
 
     def _end(self, set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        # A signal handler may have interrupted a thread that holds this lock, and may wait for the
+        # next future of the pool.
+        if not self._condition.acquire(blocking=False):
+            about_to_block()
+            self._condition.acquire()
+        callbacks, self._done_callbacks = self._done_callbacks, []
         try:
             set_outcome(outcome)
         except concurrent.futures.InvalidStateError:
             self._end_cancelled()  # cancelled meanwhile, so the outcome is dropped
+            return
+        finally:
+            self._done_callbacks = callbacks
+            self._condition.release()
+        self._invoke_callbacks()  # without the lock, since they may wait
 
     def _end_cancelled(self) -> None:
         """Cancel this future.  `cancel` and the pool's answer may both call this."""
