@@ -130,6 +130,66 @@ def test_child_keeps_its_view(make_pool: Callable[..., Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_writes_after_a_fork(make_pool: Callable[..., Any]) -> None:
+    """A child's writes to received values stay in the child, and the program's in the program."""
+    pool = make_pool(xpool.Pool, 1)
+    held = [pool.apply(tasks.filled, (i, MIB)).numpy() for i in range(3)]
+    place = held[2].ctypes.data
+    held[1][:] = 5
+    for turn in range(2):  # at the second fork, the pages are the program's own
+        go_r, go_w = os.pipe()
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                os.close(go_w)
+                held[0] += 100
+                os.read(go_r, 1)
+                code = [int(x[7]) for x in held] != [100 + turn, 5, 2 + turn]
+            finally:
+                os._exit(code)
+        os.close(go_r)
+        held[2] += 1
+        held[0] += 1
+        os.close(go_w)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert [int(x[-1]) for x in held] == [1 + turn, 5, 3 + turn]
+    held.clear()
+    assert own_arena().statistics()["held"] == 0
+    for i in range(20):  # other values lie in the same memory
+        new = pool.apply(tasks.filled, (i, MIB))
+        assert (new == i).all()
+        if new.data_ptr() == place:
+            break
+    else:
+        raise AssertionError("the memory was not used again")
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_shared_after_a_fork(make_pool: Callable[..., Any]) -> None:
+    """A received tensor that was changed after a fork can be shared, also with later children."""
+    x = make_pool(xpool.Pool, 1).apply(tasks.filled, (1, MIB))
+    for _ in range(2):
+        child = os.fork()
+        if not child:
+            x.numpy()[:] += 2
+            os._exit(0)
+        os.waitpid(child, 0)
+        x += 1  # the second time, the child has added two
+        sharing = make_pool(xpool.Pool, 1, is_copy_tensor=False)
+        assert sharing.apply(tasks.total, (x,)) == int(x.sum(dtype=torch.int64))
+        sharing.apply(tasks.write, (x, 7))
+        assert (x == 7).all()
+        sharing.terminate()
+    child = os.fork()
+    if not child:
+        x.numpy()[:] = 9
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (x == 9).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_child_that_executes(make_pool: Callable[..., Any]) -> None:
     """A child that executes another program holds no block."""
     pool = make_pool(xpool.Pool, 1)

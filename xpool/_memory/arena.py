@@ -369,6 +369,7 @@ def _before_fork() -> None:
         arena._turn.acquire()
         arena._unpin()
         arena._take_dropped()
+        arena._part()
         r = w = -1
         if arena._counts:
             try:

@@ -363,6 +363,10 @@ class Holds:
         self._dropped: deque[int] = deque()  # dropped by finalizers, but still in `_counts`
         self._late: list[int] = []  # held by signal handlers, but not yet in `_counts`
         self._pins = Pins()
+        # Blocks of received values, which no other process uses: their capacities, by number.
+        self.received: dict[int, int] = {}
+        # Of these, those that were held at a fork (see `_part`): offset and capacity.
+        self._apart: dict[int, tuple[int, int]] = {}
 
     def _let_go(self, number: int) -> None:
         """Called, under the lock, when this process has dropped its last hold on a block."""
@@ -488,10 +492,45 @@ class Holds:
             del counts[number]
             # If a signal handler has held it again, the byte stays, and `late` is counted next.
             if number not in late:
+                self.received.pop(number, None)
+                if number in self._apart and not self._rejoin(number):
+                    continue  # the block is never used again
                 self._mine[number] = 0
                 self._let_go(number)
 
     # -- forks: see `Pins` -------------------------------------------------------------------------
+
+    def _part(self) -> None:
+        """Before a fork, map received values so that it copies them, as all memory of this process:
+        neither side sees what the other writes."""
+        new = self.received.keys() - self._apart.keys()
+        # Not by the tables, to which other processes can write.
+        for offset, number in list(self._numbers.items()) if new else ():
+            if number in new:
+                place = offset, self.received[number]
+                if self.file.remap(*place, shared=False):
+                    self._apart[number] = place
+
+    def _rejoin(self, number: int) -> bool:
+        """Map a block of `_part` as other processes do.  Return False if this is not possible."""
+        done = self.file.remap(*self._apart[number], shared=True)
+        if done:
+            del self._apart[number]
+        return done
+
+    @shielded
+    def share(self, block: Block) -> None:
+        """Let other processes see a received value, and the later writes of this process to it."""
+        number = block.number
+        with self._turn:
+            self.received.pop(number, None)
+            if number in self._apart:
+                offset, capacity = self._apart[number]
+                view, at = block.view(capacity), 0
+                while at < capacity:
+                    at += os.pwrite(self.file.fd, view[at:], offset + at)
+                self._rejoin(number)
+        self._catch_up()
 
     def _pin(self, fd: int) -> None:
         held = list(self._counts)

@@ -36,13 +36,16 @@ The offsets of locks have nothing to do with the data at these offsets in the fi
 from __future__ import annotations
 
 import errno
+import functools
 import mmap
 import os
 import struct
 import sys
 import threading
+from typing import Any
 
 from xpool._memory.system import address_of
+from xpool._python.hidden import ctypes_module
 
 HOLDS = 480
 """Number of attachments: so many processes, including the program, can map the file at a time."""
@@ -63,7 +66,20 @@ _NOBODY = bytes(HOLDS)
 # MADV_POPULATE_WRITE, since Linux 5.14 (asm-generic/mman-common.h).
 _POPULATE_WRITE = 23
 
+# Flags of mmap(2) (asm-generic/mman-common.h).
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+
 _fence = threading.Lock()
+
+
+@functools.cache
+def _mmap() -> Any:
+    """Return mmap(2).  Python's own cannot map at a given address."""
+    ctypes = ctypes_module()
+    call = ctypes.PyDLL(None).mmap
+    numbers = ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
+    call.argtypes, call.restype = (ctypes.c_void_p, ctypes.c_size_t, *numbers), ctypes.c_void_p
+    return call
 
 
 class Entry:
@@ -309,6 +325,22 @@ class ArenaFile:
             except OSError:
                 pass  # the kernel lacks this call: the memory is reused, or freed with the file
             self._note_filled(entry, 0)
+
+    def remap(self, offset: int, capacity: int, shared: bool) -> bool:
+        """Map a block with its own pages again.  Return False if it is not mapped as wanted.
+
+        ``shared``: whether this process shares the pages, or copies each before it writes to it.
+        """
+        if capacity < LARGE:
+            return False
+        address, kind = self.address_at(offset), mmap.MAP_SHARED
+        if not shared:
+            kind = mmap.MAP_PRIVATE | _MAP_NORESERVE
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        if _mmap()(address, capacity, access, kind | _MAP_FIXED, self.fd, offset) == address:
+            return True
+        # The old mapping may be gone.
+        return not shared and self.remap(offset, capacity, True) and False
 
     def used(self) -> int:
         """Return how many bytes of memory the whole file uses."""

@@ -331,10 +331,13 @@ def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[me
         part = block.view(size)
         if len(part) < size:
             raise ValueError(f"a message names {size} bytes of block {place}, which has less")
-        if flags & KEPT and parts and not shared:
-            copy = memoryview(new_buffer(size))
-            copy[:] = part
-            part = copy
+        if parts and not shared:
+            if flags & KEPT:
+                copy = memoryview(new_buffer(size))
+                copy[:] = part
+                part = copy
+            else:
+                block.arena.received[block.number] = block.capacity
         parts.append(part)
     return parts[0], parts[1:]
 

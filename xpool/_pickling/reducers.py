@@ -105,6 +105,8 @@ def is_message(pickler: Context) -> bool:
 
 def in_place(pickler: Context, block: Block) -> PickleBuffer:
     """Return a block as a buffer that a message names and does not copy."""
+    if block.number in block.arena.received:
+        block.arena.share(block)
     buffer = PickleBuffer(block)  # type: ignore[arg-type]
     # The `id` stays unique, because the pickler keeps the buffer in a list.
     pickler.shared[id(buffer)] = block
