@@ -44,7 +44,8 @@ _FAMILIES = (by_token, classes, exceptions, functions, own_objects, sent, standa
 # The modules of reducers that a program without torch or numpy never needs.
 LATE = {"torch": "xpool._pickling.tensors.dense", "numpy": "xpool._pickling.tensors.arrays"}
 # Modules of the classes, or of their bases.
-lazily(LATE["torch"], "torch", "torch.storage", "torch.jit", "torch.jit._script")
+lazily(LATE["torch"], "torch", "torch.storage", "torch.jit", "torch.jit._script", "torch._ops")
+lazily(LATE["torch"], "torch.fx.graph_module", "torch.export.exported_program")
 lazily(LATE["numpy"], "numpy")
 
 

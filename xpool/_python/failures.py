@@ -176,7 +176,9 @@ def imported_module(exc: BaseException) -> str | None:
     name, trace = None, exc.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_name == "<module>":
-            name = str(trace.tb_frame.f_globals.get("__name__"))
+            # A text that `exec` runs may have no name, and calls of a script are not its import.
+            top = trace.tb_frame.f_globals.get("__name__")
+            name = top if type(top) is str and top != "__main__" else name
         trace = trace.tb_next
     return name
 

@@ -159,3 +159,13 @@ def _reduce(reduce: Callable[[Any], Any], pickler: Any, obj: Any) -> Any:
             "task without retries=; workers get one in initargs=, by inheritance"
         )
     return reduce(obj)
+
+
+def is_attribute(module: Any) -> bool:
+    """Whether a module of a class of its own is an attribute of the module that its name names, as
+    ``torch.ops.aten``, which no import finds."""
+    kind = type(module)
+    if kind is types.ModuleType or not issubclass(kind, types.ModuleType):
+        return False
+    above, _, last = module.__name__.rpartition(".")
+    return getattr(sys.modules.get(above), "__dict__", {}).get(last) is module

@@ -129,8 +129,13 @@ def call(code: CodeType, namespace: dict[str, Any], one: ast.stmt, packages: Set
     package = (name_of(module) or "").partition(".")[0]
     if package not in packages:
         package = root = ""
-    tree = ast.parse(f"def {CALL_OF_SCRIPT}({root}): pass")
-    tree.body[0].body = [one]  # type: ignore[attr-defined]
+    # `torch.fx.wrap("scale")` names a function in a text.  The names below let it be sent, too.
+    texts = [part.value for part in ast.walk(one) if isinstance(part, ast.Constant)]
+    words = (text for text in texts if type(text) is str and text.isidentifier())
+    named = [word for word in words if type(namespace.get(word)) is FunctionType]
+    tree = ast.parse(f"def {CALL_OF_SCRIPT}({root}): lambda: ({', '.join(named)})")
+    tree.body[0].body.append(one)  # type: ignore[attr-defined]
     made = next(one for one in _compile(tree, code).co_consts if type(one) is CodeType)
+    made = made.replace(co_name="<module>")  # `torch.fx.wrap` asks whether its caller is a top
     function = FunctionType(made, namespace, CALL_OF_SCRIPT)
     return Call(package, function, (module,) if package else ())

@@ -41,6 +41,7 @@ from xpool._pickling.by_value.origin import (
     canonical,
     find_module,
     is_object,
+    is_program,
     module_of,
     origin_of,
 )
@@ -53,10 +54,11 @@ from xpool._pickling.reducers import (
     Instead,
     Refused,
     is_message,
+    of_module,
     register,
     set_attributes,
 )
-from xpool._python.hidden import CachedFunction
+from xpool._python.hidden import CachedFunction, is_attribute
 from xpool._python.interrupt import pass_on
 
 # -- functions ----------------------------------------------------------------------------
@@ -430,6 +432,9 @@ def _reduce_module(pickler: Context, module: ModuleType) -> Any:
     if is_object(module):
         state = {name: one for name, one in vars(module).items() if name != "__builtins__"}
         return _make_module, (type(module), name), state, None, None, set_attributes
+    if name not in sys.modules and is_attribute(module) and not is_program(name):
+        above, _, last = name.rpartition(".")
+        return of_module, (above, last)
     adopt(module)  # the program may have made it itself
     if find_module(name) is not module:
         # Installed packages have modules of classes of their own that are in no place.

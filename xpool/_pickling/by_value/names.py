@@ -44,6 +44,7 @@ _OF_EACH_PROCESS = frozenset(
     | {("datetime", "timedelta"), ("zoneinfo", "ZoneInfo"), ("numpy", "dtype"), ("numpy", "ufunc")}
     | {("pandas.api.typing", "NAType"), ("pandas._libs.missing", "NAType")}
     | {("torch", "dtype"), ("torch", "layout")}
+    | {("torch._ops", "OpOverload"), ("torch._ops", "OpOverloadPacket")}
     | {("torch", "memory_format"), ("torch", "qscheme"), ("torch", "device"), ("torch", "Size")}
 )
 """Classes of which a receiver has its own object with the same name or value."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from xpool._pickling import HEAP_TYPE, Key
 from xpool._pickling.by_value.caches import CACHE, Cache
-from xpool._python.hidden import CachedFunction
+from xpool._python.hidden import CachedFunction, is_attribute
 from xpool._python.interrupt import pass_on
 
 INSTALLED, IMPORTED, SENT = range(3)
@@ -519,7 +519,7 @@ def is_program(name: Any) -> bool:
         return True
     while name:
         file = _file_of(sys.modules.get(name))
-        if file is not None:
+        if file is not None and (os.path.isabs(file) or os.path.exists(file)):  # not "_ops.py"
             return not is_installed(file)
         # A class may name a module that does not exist, and a namespace package has no file.
         name = name.rpartition(".")[0]
@@ -627,12 +627,11 @@ def _same_file(spec: Any, module: ModuleType) -> bool:
 
 
 def _is_installed_as(name: str, module: Any) -> bool:
-    """Whether an import by this name finds a module in the file of an installed package."""
+    """Whether an import by this name, or of the module above, makes a module of a package."""
     file = _file_of(module)
     if file is None or not is_installed(file):
-        return False
-    spec = spec_of(name)
-    return spec is not None and _same_file(spec, module)
+        return is_attribute(module) and not is_program(name)
+    return (spec := spec_of(name)) is not None and _same_file(spec, module)
 
 
 _OF_WORKERS = frozenset(

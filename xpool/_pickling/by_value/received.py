@@ -59,6 +59,7 @@ from xpool._pickling.by_value.registered_calls import CALL_OF_SCRIPT, CALLS, pac
 from xpool._pickling.by_value.standard import is_generator
 from xpool._pickling.pickler import decode
 from xpool._python import at_fork, failures
+from xpool._python.hidden import is_attribute
 from xpool._python.import_hooks import when_imported
 from xpool._python.interrupt import pass_on, uninterrupted
 
@@ -342,11 +343,24 @@ def _define(key: Key, ident: int, code: bytes, defaults: Any, kwdefaults: Any, d
     return function
 
 
+def _module(name: str) -> Any:
+    if name not in sys.modules:
+        try:
+            return import_module(name)
+        except ModuleNotFoundError:
+            above, _, last = name.rpartition(".")
+            found = getattr(sys.modules.get(above), last, None)
+            if not is_attribute(found):
+                raise
+            return found
+    return sys.modules[name]
+
+
 _MAKERS: dict[int, Callable[..., Any]] = {
     Kind.FUNCTION: _define,
     Kind.CLASS: lambda _, *about: classes.load(*about),
     # An error of the import is the task's.
-    Kind.IMPORTED_AS: lambda _, name: sys.modules.get(name) or import_module(name),
+    Kind.IMPORTED_AS: lambda _, name: _module(name),
 }
 
 

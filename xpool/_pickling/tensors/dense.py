@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import io
 import sys
-import warnings
 from functools import partial
 from pickle import PickleBuffer
 from typing import Any
@@ -42,7 +40,7 @@ from xpool._pickling.reducers import (
     set_attributes,
     tail,
 )
-from xpool._pickling.tensors import mapped
+from xpool._pickling.tensors import mapped, programs
 from xpool._pickling.tensors.device_memory import about, keep, on_own_device, share_memory
 from xpool._pickling.tensors.extents import Piece, Seen, extent
 from xpool._pickling.tensors.sharing import (
@@ -118,25 +116,10 @@ def _lazy_optimizer() -> None:
 LAZY["torch.optim.optimizer"] = _lazy_optimizer
 
 
-def _lazy_script() -> None:
-    """Register a reducer for functions and modules of TorchScript, which `pickle` refuses."""
-    jit = sys.modules["torch.jit"]
-
-    def reduce(pickler: Context, script: Any) -> Any:
-        return _load_script, (PickleBuffer(script.save_to_buffer()),)
-
-    REDUCERS[jit.ScriptFunction] = FOR_SUBCLASSES[jit.ScriptModule] = reduce
-
-
-def _load_script(written: Any) -> Any:
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # newer torch says so of `load`
-        return torch.jit.load(io.BytesIO(written))
-
-
-LAZY["torch.jit"] = LAZY["torch.jit._script"] = _lazy_script
+LAZY["torch.jit"] = LAZY["torch.jit._script"] = programs.lazy_script
+LAZY["torch.export.exported_program"] = programs.lazy_exported
+LAZY["torch.fx.graph_module"] = programs.lazy_graphs
+LAZY["torch._ops"] = programs.lazy_operators
 
 
 def _learn(torch: Any) -> None:
