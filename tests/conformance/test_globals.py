@@ -211,12 +211,12 @@ if __name__ == "__main__":
     pool.join()
 """
 
-ALONE = "ValueError while it was loaded: made in the program alone"
+ALONE = "loaded: made in the program alone"
 SAID = {
     "of_global": ("'map'", "The global 'pool' of __main__ is None in this worker", "of its own"),
     "of_class": ("'map'", "The global 'Config.pool' of __main__ is None in this worker"),
     "of_other": ("'map'",),
-    "reads": (ALONE,),
+    "reads": (f"ValueError while it was {ALONE}",),
     "wrapped": (ALONE,),
     "calls": (ALONE,),
     "measures": ("has 'hit', it was not sent to this worker",),
@@ -232,6 +232,46 @@ def test_an_error_says_why_a_global_is_not_there(tmp_path):
     for (name, texts), said in zip(SAID.items(), out.splitlines(), strict=True):
         assert all(text in ast.literal_eval(said) for text in texts), (name, said)
         assert ("None in this worker" in said) is (name in ("of_global", "of_class"))
+
+
+TOGETHER = """
+from xpool import Pool
+
+class Alone:
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __reduce__(self):
+        return divided, (self.rows,)
+
+def divided(rows):
+    return rows / 0
+
+rows = [1]
+alone = Alone(rows)
+
+def first(x):
+    return alone
+
+def second(x):
+    return rows
+
+if __name__ == "__main__":
+    with Pool(1) as pool:
+        for func in second, first, second:
+            try:
+                print(pool.map(func, [7]))
+            except NameError as error:
+                print(*error.__notes__)
+"""
+
+
+def test_an_error_names_the_globals_that_share_an_object(tmp_path):
+    """A worker cannot load one of them, so it lacks the other, too."""
+    before, *errors = scripts.program(tmp_path, TOGETHER).splitlines()
+    assert before == "[[1]]" and len(errors) == 2
+    for error in errors:
+        assert "(TypeError while 'alone' and 'rows', which share an object, were loaded: " in error
 
 
 OF_THE_PROGRAM = """

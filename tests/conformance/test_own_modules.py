@@ -326,6 +326,10 @@ REPEATED = """
         def __reduce__(self):
             return Odd, (1,)
 
+    class Text:
+        def __reduce__(self):
+            return exec, ("raise TypeError",)
+
     def task(x):
         return 1
 
@@ -334,7 +338,7 @@ REPEATED = """
 
     if __name__ == "__main__":
         with xpool.Pool(1) as pool:
-            for func, value in (task, 0), (task, Odd(1, 2)), (odd, 0):
+            for func, value in (task, 0), (task, Odd(1, 2)), (task, Text()), (odd, 0):
                 try:
                     pool.map(func, [value])
                 except Exception as error:
@@ -345,13 +349,13 @@ REPEATED = """
 @pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="notes are new in Python 3.11")
 def test_an_error_before_or_after_the_task(tmp_path):
     """An error of a repeated call, or of unpickling, has a note that says so."""
-    repeated, argument, result = run(
+    repeated, argument, text, result = run(
         tmp_path, REPEATED, installed="    def register(obj): ...\n"
     ).splitlines()
     assert repeated.startswith("NameError|Raised by the call in line 8 of the script."), repeated
     assert "The global 'made' of __main__ was not sent" in repeated
     called = "The function was not called: the worker raised this while it unpickled the task."
-    assert argument == f"TypeError|{called}"
+    assert argument == text == f"TypeError|{called}"
     ran = "The task has run: the program raised this while it unpickled the result."
     assert result == f"TypeError|{ran}"
 

@@ -175,10 +175,10 @@ def imported_module(exc: BaseException) -> str | None:
     """Return the name of the module whose top has raised an error; None: no top has."""
     name, trace = None, exc.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_name == "<module>":
-            # A text that `exec` runs may have no name, and calls of a script are not its import.
-            top = trace.tb_frame.f_globals.get("__name__")
-            name = top if type(top) is str and top != "__main__" else name
+        code, top = trace.tb_frame.f_code, trace.tb_frame.f_globals.get("__name__")
+        # Neither a text that `exec` runs ("<string>"), nor a call that a worker repeats.
+        if code.co_name == "<module>" and top != "__main__" and code.co_filename[:1] != "<":
+            name = str(top)
         trace = trace.tb_next
     return name
 

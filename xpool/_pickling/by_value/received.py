@@ -306,7 +306,9 @@ def _load(kind: int, keys: tuple[Key, ...], data: Any) -> list[Any]:
         else:
             loaded = pickle.loads(data)
     except Exception as error:  # an object's `__setstate__` can raise any error
-        reason = f"{type(error).__name__} while it was loaded: {error}"
+        names = " and ".join(repr(path) for _, path in keys)
+        what = "it was loaded" if len(keys) == 1 else f"{names}, which share an object, were loaded"
+        reason = f"{type(error).__name__} while {what}: {error}"
         return [_Failed(reason)] * len(keys)
     return [loaded] if len(keys) == 1 else list(loaded)
 
