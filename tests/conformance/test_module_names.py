@@ -404,6 +404,50 @@ def test_what_is_assigned_to_a_property_of_an_installed_module(tmp_path, monkeyp
     assert out == "True False True True True False True True {'a': 1} True\n"
 
 
+CONFIG = """
+import sys
+import types
+
+class Config(types.ModuleType):
+    values = {"limit": 8, "quiet": False}
+    def __setattr__(self, name, value):
+        self.values[name] = value
+    def __getattr__(self, name):
+        try:
+            return self.values[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+sys.modules[__name__].__class__ = Config
+"""
+CONFIGURED = """
+import package.config
+import xpool
+
+package.config.limit = 64
+
+def use():
+    return package.config.limit, package.config.quiet
+
+if __name__ == "__main__":
+    with xpool.Pool(1) as pool:
+        print(pool.apply(use))
+        package.config.quiet, package.config.limit = True, 8
+        print(pool.apply(use))
+    pool.join()
+"""
+
+
+def test_what_is_assigned_to_a_module_that_keeps_it_elsewhere(tmp_path, monkeypatch):
+    """Its class has a ``__setattr__``, as for ``torch._dynamo.config``."""
+    folder = tmp_path / "site-packages"
+    for name, text in ("package/__init__.py", ""), ("package/config.py", CONFIG):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        scripts.write(folder / name, text)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    assert scripts.program(tmp_path, CONFIGURED) == "(64, False)\n(8, True)\n"
+
+
 FETCHED = """
 import importlib.util
 import pathlib

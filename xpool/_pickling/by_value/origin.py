@@ -299,6 +299,7 @@ def place_of(key: Key) -> tuple[Any, str]:
     holder: Any = getattr(owner, "__dict__", None)
     if type(owner) is not ModuleType and name_of(owner) is not None and name not in holder:
         made = any(hasattr(type(vars(one).get(name)), "__set__") for one in type(owner).__mro__)
+        made |= any("__setattr__" in vars(one) for one in type(owner).__mro__[:-2])
         if made and origin_of(key[0]) == INSTALLED:
             holder = _Properties(owner)
     elif is_part(key):
