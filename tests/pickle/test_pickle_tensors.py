@@ -108,3 +108,26 @@ def test_torchscript(make: str) -> None:
     first, second = trip([one, one])
     assert first is second and first(x).equal(one(x))
     assert encode(one) == encode(one), "a global would be sent again at each call"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_another_default_device() -> None:
+    """Tensors on the CPU stay there, also those that share memory, sparse ones, and storages."""
+    base = torch.arange(40_000.0)
+    eye = torch.eye(3)
+    sent = [
+        [base, base[3:]], [eye, eye[1]], base[:200].reshape(10, 20)[::2, ::2], base[::2],
+        eye.to_sparse(), eye.to_sparse_csr(), eye[:0], eye.untyped_storage(), torch.nn.Linear(2, 2),
+        eye.to(torch.complex64).conj(),
+    ]  # fmt: skip
+    with torch.device("meta"):
+        back = [decode(encode(one)) for one in sent]
+    for one, other in zip(sent, back):
+        for a, b in zip(one, other) if isinstance(one, list) else [(one, other)]:
+            if isinstance(a, torch.nn.Module):
+                a, b = a.weight, b.weight
+            assert b.device == a.device == torch.device("cpu")
+            if isinstance(a, torch.Tensor):
+                assert a.to_dense().equal(b.to_dense())
+    back[0][0][3] = 7
+    assert back[0][1][0] == 7

@@ -96,8 +96,9 @@ def encoded(states: dict[str, Any]) -> dict[str, Any]:
 def decoded(plain: dict[str, Any]) -> dict[str, Any]:
     """Return the states from which `encoded` made ``plain``.  JSON has turned tuples into lists."""
     states = {name: _as_tuple(state) for name, state in plain.items()}
-    own = [torch.tensor(state, dtype=torch.uint8) for state in plain["own"]]
-    return {**states, "torch": torch.tensor(plain["torch"], dtype=torch.uint8), "own": own}
+    how = {"dtype": torch.uint8, "device": "cpu"}
+    own = [torch.tensor(state, **how) for state in plain["own"]]
+    return {**states, "torch": torch.tensor(plain["torch"], **how), "own": own}
 
 
 def _as_tuple(state: Any) -> Any:

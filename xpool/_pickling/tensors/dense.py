@@ -413,6 +413,7 @@ def _reduce_storage(pickler: Context, storage: Any) -> Any:
 
 
 # -- the receiving side ----------------------------------------------------------------------------
+# Devices are named, because the receiver may have another default device.
 
 
 def _tensor(buffer: Any, name: str, shape: Any = None, strides: Any = None) -> Any:
@@ -435,7 +436,7 @@ def _view(memory: Memory, offset: int, name: str, shape: Any, strides: Any) -> A
     dtype = getattr(torch, name)
     index, odd = divmod(offset, dtype.itemsize)
     if not odd:
-        return torch.empty(0, dtype=dtype).set_(memory.storage, index, shape, strides)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(memory.storage, index, shape, strides)
     # The offset is not a multiple of the element size, so `set_` cannot express it.
     rest = memoryview(memory.buffer)[offset:]
     # `frombuffer` accepts only whole elements.
@@ -461,13 +462,15 @@ def _in_file(lent: Any, name: str, count: int, offset: int, shape: Any, strides:
 def _at(user: Any, offset: int, name: str, shape: Any, strides: Any) -> Any:
     torch = sys.modules["torch"]
     storage = user if isinstance(user, torch.UntypedStorage) else user.untyped_storage()
-    return torch.empty(0, dtype=getattr(torch, name)).set_(storage, offset, shape, strides)
+    made = torch.empty(0, dtype=getattr(torch, name), device=storage.device)
+    return made.set_(storage, offset, shape, strides)
 
 
 def _spread(buffer: Any, name: str, once: Any, shape: Any, strides: Any) -> Any:
     compact = _tensor(buffer, name, once)
-    made = sys.modules["torch"].empty_strided(once, strides, dtype=compact.dtype).copy_(compact)
-    return made.as_strided_(shape, strides)
+    like = {"dtype": compact.dtype, "device": compact.device}
+    made = sys.modules["torch"].empty_strided(once, strides, **like)
+    return made.copy_(compact).as_strided_(shape, strides)
 
 
 def _empty(name: str, shape: Any, strides: Any, device: str) -> Any:
@@ -532,16 +535,14 @@ def _quantized_parts(torch: Any, tensor: Any) -> Any:
 
 def _sparse(indices: Any, values: Any, shape: Any, coalesced: bool) -> Any:
     torch = sys.modules["torch"]
-    return torch.sparse_coo_tensor(
-        indices, values, shape, is_coalesced=coalesced, check_invariants=False
-    )
+    how = {"is_coalesced": coalesced, "check_invariants": False, "device": values.device}
+    return torch.sparse_coo_tensor(indices, values, shape, **how)
 
 
 def _compressed(outer: Any, inner: Any, values: Any, shape: Any, layout: Any) -> Any:
     torch = sys.modules["torch"]
-    return torch.sparse_compressed_tensor(
-        outer, inner, values, shape, layout=layout, check_invariants=False
-    )
+    how = {"layout": layout, "check_invariants": False, "device": values.device}
+    return torch.sparse_compressed_tensor(outer, inner, values, shape, **how)
 
 
 def _mkldnn(dense: Any) -> Any:
