@@ -10,7 +10,7 @@ import pytest
 from receiver import trip
 from support import scripts
 
-from xpool.pickle import encode
+from xpool.pickle import decode, encode
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -64,6 +64,10 @@ def test_exported_programs() -> None:
     program = torch.export.export(torch.nn.Linear(3, 2), (x,))
     assert encode(program) == encode(program), "a global would be sent again at each call"
     assert trip(program).module()(x).equal(program.module()(x))
+    message = encode(program)
+    with torch.device("meta"):
+        back = decode(message)
+    assert back.module()(x).equal(program.module()(x))
 
 
 def test_graphs_keep_their_hooks() -> None:

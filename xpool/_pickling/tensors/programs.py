@@ -96,7 +96,8 @@ def _reduce_exported(pickler: Context, program: Any) -> Any:
 
 
 def _load_exported(written: Any) -> Any:
-    return import_module("torch.export").load(io.BytesIO(written))
+    with imported_torch().device("cpu"):  # another default device would be an error
+        return import_module("torch.export").load(io.BytesIO(written))
 
 
 # -- graphs ----------------------------------------------------------------------------------------
