@@ -520,16 +520,21 @@ class Holds:
 
     @shielded
     def share(self, block: Block) -> None:
-        """Let other processes see a received value, and the later writes of this process to it."""
+        """Let other processes see a received value, and the later writes of this process to it.
+
+        Raises:
+            MemoryError: the system refuses to map the memory again.
+        """
         number = block.number
         with self._turn:
-            self.received.pop(number, None)
             if number in self._apart:
                 offset, capacity = self._apart[number]
                 view, at = block.view(capacity), 0
                 while at < capacity:
                     at += os.pwrite(self.file.fd, view[at:], offset + at)
-                self._rejoin(number)
+                if not self._rejoin(number):
+                    raise MemoryError("a received tensor cannot be shared: no mapping is left")
+            self.received.pop(number, None)
         self._catch_up()
 
     def _pin(self, fd: int) -> None:
