@@ -650,6 +650,71 @@ def options():
     return {}
 def rate():
     return options().get("rate")
+= class: descriptors with an __init__ of their own
+class Shown~(property):
+    def __init__(self, func):
+        self.func = func
+    def __get__(self, obj, owner=None):
+        return self if obj is None else self.func(obj)
+class Tagged~(property):
+    def __init__(self, func, tag):
+        super().__init__(func)
+        self.tag = tag
+class Named~(classmethod):
+    def __init__(self, func, *, name):
+        super().__init__(func)
+        self.name = name
+class Plain~(staticmethod):
+    def __new__(cls, func, tag):
+        return super().__new__(cls, func)
+    def __init__(self, func, tag):
+        super().__init__(func)
+        self.tag = tag
+class Wears~:
+    rate = 2
+    @Shown~
+    def shown(self):
+        return self.rate
+    tagged = Tagged~(lambda self: self.rate * 2, "blue")
+    named = Named~(lambda cls: cls.rate * 3, name="n")
+    plain = Plain~(lambda: 4, "red")
+? Wears~().shown, Wears~().tagged, Wears~.named(), Wears~.plain()
+? Wears~.tagged.tag, vars(Wears~)['named'].name, vars(Wears~)['plain'].tag
+? type(Wears~.tagged) is Tagged~, Wears~.shown.func(Wears~())
+> Wears~.rate = 5
+= data: hashes of objects in a cycle
+import enum
+class Colour~(enum.Enum):
+    RED = 1
+class Node~:
+    def __init__(self, name):
+        self.near, self.name, self.far = set(), name, {}
+    def __hash__(self):
+        return hash(self.name)
+    def __eq__(self, other):
+        return self.name == other.name
+    def link(self, other):
+        self.near.add(other)
+        other.near.add(self)
+        self.far[other] = other.far[self] = len(self.near)
+class Slots~(Node~):
+    __slots__ = ("key", "held")
+    def __init__(self, *key):
+        super().__init__("s")
+        self.key = key
+        self.held = {self: 1}
+    def __hash__(self):
+        return hash(self.key)
+first~, second~ = Node~("a"), Node~("b")
+first~.link(second~)
+slots~ = Slots~(Colour~.RED, ("x", 2.5))
+? list(vars(first~)), sorted(one.name for one in second~.near), first~ in second~.near
+? first~.far[second~], second~.far[first~], list(first~.near)[0] is second~
+? slots~.held[slots~], list(slots~.held)[0] is slots~, list(vars(slots~))
+> first~.link(Node~("c"))
+> second~.far[first~] = "new"
+> slots~.held[first~] = 3
+%gives first~
 = link: list of two
 twice~ = [@, @]
 ? twice~[0] is twice~[1] is @

@@ -129,6 +129,9 @@ own: Reducer | None = None
 """The reducer of objects of classes with a ``__reduce__``, ``__new__`` or ``__getattr__`` of their
 own (`by_value.own_objects`)."""
 
+hashed: Callable[[Any], Any]
+"""Reduces an object in a global if its class has a ``__hash__`` (`by_value.own_objects`)."""
+
 PARAMETRIZE = "torch.nn.utils.parametrize"
 """The module that makes classes of modules with parametrizations, which refuse to be pickled."""
 

@@ -356,14 +356,25 @@ def _reduce_property(pickler: Context, obj: property) -> Any:
         return NotImplemented
     parts = (obj.fget, obj.fset, obj.fdel, obj.__doc__)
     state = getattr(obj, "__dict__", None)  # only an instance of a subclass has it
-    if kind is property or not state:
+    if kind is property:
         return kind, parts
-    return kind, parts, state, None, None, set_attributes
+    return _wrapped, (property, kind, parts), state or None, None, None, set_attributes
 
 
 @register(classmethod, staticmethod)
 def _reduce_wrapper(pickler: Context, obj: Any) -> Any:
-    return _with_attributes(obj, type(obj), (obj.__func__,))
+    kind, args = type(obj), (obj.__func__,)
+    if kind in (classmethod, staticmethod):
+        return _with_attributes(obj, kind, args)
+    base = classmethod if issubclass(kind, classmethod) else staticmethod
+    return _with_attributes(obj, _wrapped, (base, kind, args))
+
+
+def _wrapped(base: Any, kind: Any, parts: tuple[Any, ...]) -> Any:
+    """Make an object of a subclass, whose own ``__new__`` and ``__init__`` may want other parts."""
+    made = base.__new__(kind)
+    base.__init__(made, *parts)
+    return made
 
 
 def own_attributes(wrapper: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
+from enum import Enum
 from importlib import import_module
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType
 from typing import Any
@@ -203,6 +204,68 @@ def _is_made_in_c(kind: Any) -> bool:
     return not (_has_methods(kind) or state or base is object) and base.__init__ is object.__init__
 
 
+# -- objects with a hash of their own ---------------------------------------------------------
+
+
+def _reduce_hashed(obj: Any) -> Any:
+    """Make the object with its plain attributes, before the sets and dicts that it refers to.
+
+    One of these may hold the object itself.  So it is hashed before the rest of its state is set.
+    """
+    kind = type(obj)
+    if not (_has_hash(kind) and _is_simple(kind)):
+        return NotImplemented
+    state = _state_of(obj)
+    plain = tuple({name: one for name, one in part.items() if _is_plain(one)} for part in state)
+    if sum(map(len, plain)) in (0, sum(map(len, state))):
+        return NotImplemented
+    return _with_attributes, (kind, *plain), state, None, None, _set_whole_state
+
+
+def _with_attributes(kind: Any, attributes: dict[str, Any], slots: dict[str, Any]) -> Any:
+    made = empty_object(kind)
+    set_state(made, (attributes, slots))
+    return made
+
+
+def _set_whole_state(obj: Any, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    if state[0]:
+        vars(obj).clear()  # so that the attributes keep their order
+    set_state(obj, state)
+
+
+def _has_hash(kind: Any) -> bool:
+    """Whether a class has Python code for hashes.  A class of a mock would make another mock."""
+    for one in kind.__mro__:
+        if "__hash__" in one.__dict__:
+            return type(one.__dict__["__hash__"]) is FunctionType
+    return False
+
+
+def _is_simple(kind: Any) -> bool:
+    """Whether `pickle` calls no method of a class, and its objects have only attributes."""
+    if _has_methods(kind) or hasattr(kind, "__getnewargs__") or kind.__itemsize__:
+        return False
+    return kind.__new__ is object.__new__
+
+
+def _is_plain(value: Any, depth: int = 3) -> bool:
+    """Whether a value cannot refer to the object that has it as an attribute."""
+    kind = type(value)
+    if kind in _PLAIN or issubclass(kind, Enum) or str(kind.__module__).split(".")[0] in _OF_VALUES:
+        return True
+    if depth and issubclass(kind, (tuple, frozenset)):
+        return all(_is_plain(one, depth - 1) for one in value)
+    if depth and _has_hash(kind) and _is_simple(kind):
+        parts = _state_of(value)
+        return all(_is_plain(one, depth - 1) for part in parts for one in part.values())
+    return False
+
+
+_PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
+_OF_VALUES = frozenset({"datetime", "decimal", "fractions", "pathlib", "uuid"})
+
+
 # -- objects of classes that are derived from a builtin type ----------------------------------
 
 
@@ -370,4 +433,4 @@ def set_wrapt(obj: Any, state: tuple[Any, ...]) -> None:
 
 reducers.LAZY.update(dict.fromkeys(("_wrappers", "wrapt.wrappers"), _find_wrapt))
 reducers.LAZY[FLAGS] = _find_flags
-reducers.own = _reduce_own
+reducers.own, reducers.hashed = _reduce_own, _reduce_hashed
