@@ -374,11 +374,15 @@ import weakref
 class Owner~:
     def __init__(self, name):
         self.name = name
+    def say(self):
+        return self.name * 2
 owner~, tenant~ = Owner~("o"), Owner~("t")
 tenant~.of, owner~.me = weakref.ref(owner~), weakref.proxy(owner~)
+owner~.calls, owner~.gone = weakref.WeakMethod(tenant~.say), weakref.WeakMethod(Owner~("g").say)
 notes~ = weakref.WeakKeyDictionary({owner~: "first", tenant~: "second"})
 seen~ = weakref.WeakSet([tenant~])
 ? tenant~.of().name, tenant~.of().me.me.name
+? owner~.calls()(), owner~.calls().__self__ is tenant~, owner~.gone()
 ? notes~[owner~], notes~.get(tenant~), tenant~ in seen~, tenant~.of() is owner~
 > notes~[owner~] = 'changed'
 > owner~.name = 'p'

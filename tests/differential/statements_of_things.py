@@ -709,7 +709,7 @@ first~, second~ = Node~("a"), Node~("b")
 first~.link(second~)
 slots~ = Slots~(Colour~.RED, ("x", 2.5))
 ? list(vars(first~)), sorted(one.name for one in second~.near), first~ in second~.near
-? first~.far[second~], second~.far[first~], list(first~.near)[0] is second~
+? first~.far[second~], second~.far[first~], any(one is second~ for one in first~.near)
 ? slots~.held[slots~], list(slots~.held)[0] is slots~, list(vars(slots~))
 > first~.link(Node~("c"))
 > second~.far[first~] = "new"

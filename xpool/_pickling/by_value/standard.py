@@ -347,9 +347,10 @@ def _reduce_comparison(pickler: Context, key: Any) -> Any:
 # Weak references in globals; others are left to dill.
 
 
-@register(weakref.ref)
+@register(weakref.ref, weakref.WeakMethod)
 def _reduce_reference(pickler: Context, reference: Any) -> Any:
-    return NotImplemented if pickler.group is None else (weak_reference, (reference(),))
+    made = weak_method if type(reference) is weakref.WeakMethod else weak_reference
+    return NotImplemented if pickler.group is None else (made, (reference(),))
 
 
 @register(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
@@ -367,6 +368,12 @@ def weak_reference(obj: Any) -> Any:
     if obj is None:
         return weakref.ref(weakref.WeakSet())  # to an object that is gone
     return weakref.ref(obj, partial(_keep, obj))
+
+
+def weak_method(method: Any) -> Any:
+    if method is None:
+        return weakref.WeakMethod(contextlib.ExitStack().close)  # of an object that is gone
+    return weakref.WeakMethod(method, partial(_keep, method))
 
 
 def _keep(obj: Any, reference: Any) -> None:
