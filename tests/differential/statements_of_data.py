@@ -667,7 +667,9 @@ def use(what):
 import collections
 import datetime
 import decimal
+import functools
 import math
+import types
 class Oldest~(collections.OrderedDict):
     def __init__(self, size):
         super().__init__()
@@ -749,6 +751,14 @@ class Hours~(datetime.timedelta):
 class Money~(decimal.Decimal):
     def __new__(cls, cents):
         return super().__new__(cls, decimal.Decimal(cents) / 100)
+class Options~(types.SimpleNamespace):
+    def __init__(self, rate):
+        super().__init__(rate=rate)
+class Step~(functools.partial):
+    def __new__(cls, label, func, *args):
+        self = super().__new__(cls, func, *args)
+        self.label = label
+        return self
 def content~(one):
     if isinstance(one, dict):
         one = type(one), list(one.items()), vars(one)
@@ -766,6 +776,7 @@ history~, words~, bag~ = History~("loss"), Words~("w", "aab"), Bag~("b", [1])
 mutable~ = oldest~, lower~, words~, groups~, window~, history~, bag~, Data~("d")
 others~ = Frozen~(1, 2), Degrees~(180), Path~("a", "b"), Shape~(1, 2), Pair~(3), Hours~(3)
 money~, day~ = Money~(250), Day~("2026-11-28")
+options~, step~ = Options~(7), Step~("two", pow, 2)
 def grow~(n):
     oldest~[n] = lower~[f"K{n}"] = words~[n] = n
     groups~[n].append(groups~), window~.append(n), history~.append(n), bag~.add(n)
@@ -774,6 +785,7 @@ grow~(1)
 groups~[1].pop()
 ? [content~(one) for one in (*mutable~, *others~, money~)]
 ? day~.isoformat(), day~.text, Sizes~().all
+? options~.rate, type(options~) is Options~, step~(5), step~.label
 > grow~(2)
 | groups~[2].pop()
 > grow~(3)

@@ -69,8 +69,11 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
         return NotImplemented
     reduced = _reduced(obj) if answers else obj.__reduce_ex__(5)
     if type(reduced) is not str:
-        if not in_message and reduced[0] is kind and _is_made_in_c(kind):
-            return empty_object, (kind, *reduced[1]), _state_of(obj), None, None, set_state
+        if not in_message and reduced[0] is kind and _is_made_in_c(kind, *reduced[1]):
+            made = empty_object, (kind, *reduced[1])
+            if hasattr(kind, "__setstate__"):  # of `functools.partial`
+                return *made, *reduced[2:]
+            return *made, _state_of(obj), None, None, set_state
         if answers and len(reduced) < 6:
             reduced = (*reduced, *(None,) * (5 - len(reduced)), set_state)
         # `__new__` may make what a state leaves out, or what these methods use during the load.
@@ -194,14 +197,16 @@ def _base_in_c(kind: Any) -> Any:
     return next(made)
 
 
-def _is_made_in_c(kind: Any) -> bool:
+def _is_made_in_c(kind: Any, *args: Any) -> bool:
     """Whether the ``__new__`` of a base in C makes what the methods of this base have reduced.
 
     `pickle` would call the class, which may take other arguments (`datetime.date`, `Decimal`).
+    Without arguments, the base need not be initialised (`types.SimpleNamespace`).
     """
     base = _base_in_c(kind)
-    state = hasattr(kind, "__setstate__")  # `functools.partial` has one
-    return not (_has_methods(kind) or state or base is object) and base.__init__ is object.__init__
+    if _has_methods(kind) or base is object:
+        return False
+    return base.__init__ is object.__init__ or not args
 
 
 # -- objects with a hash of their own ---------------------------------------------------------
