@@ -301,3 +301,15 @@ def test_a_write_to_a_frame_changes_no_other(name: str, size: int) -> None:
             mine.loc[0, column] = mine.loc[1, column]
         assert its.equals(other)
         assert not mine.equals(frame)
+
+
+def test_functions_of_frompyfunc() -> None:
+    """A ufunc that is made of a Python function is sent with this function."""
+    times = 3
+    ufunc = np.frompyfunc(lambda one, other: (one + other) * times, 2, 1)
+    joined = np.frompyfunc(lambda one, other: one + other, 2, 1, identity=0)
+    for copy, sums in trips((ufunc, joined)):
+        assert copy([1, 2], 3).tolist() == [12, 15]
+        assert (copy.nin, copy.nout, copy.identity, copy.__name__) == (2, 1, None, ufunc.__name__)
+        assert sums.reduce([]) == 0 and sums.reduce([1, 2]) == 3
+    assert loads(dumps(np.add)) is np.add

@@ -8,6 +8,7 @@ before it writes to one of them, so the blocks arrive with the object by which p
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -49,7 +50,18 @@ def _reduce_ufunc(pickler: Context, ufunc: Any) -> Any:
     numpy gives `pickle` a name without a module, for which it also looks in ``__mp_main__``.
     """
     home = home_of(("__main__", ufunc.__name__), ufunc)
-    return NotImplemented if home is None else (of_module, home)
+    if home is not None:
+        return of_module, home
+    if ufunc.__name__.endswith(" (vectorized)"):  # as `numpy.frompyfunc` names what it returns
+        functions = [one for one in gc.get_referents(ufunc) if callable(one)]
+        if len(functions) == 1:
+            return _from_function, (functions[0], ufunc.nin, ufunc.nout, ufunc.identity)
+    return NotImplemented
+
+
+def _from_function(function: Any, nin: int, nout: int, identity: Any) -> Any:
+    options = {} if identity is None else {"identity": identity}
+    return sys.modules["numpy"].frompyfunc(function, nin, nout, **options)
 
 
 def _lazy_masked() -> None:
