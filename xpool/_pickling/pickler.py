@@ -92,7 +92,7 @@ class _GroupPickler(_FastPickler):
     def reducer_override(self, obj: Any) -> Any:
         name = self.group.named.get(id(obj))
         found = reducer_override(self, obj) if name is None else reducers.by_place(*name)
-        return reducers.hashed(obj) if found is NotImplemented else found
+        return reducers.hashed(self, obj) if found is NotImplemented else found
 
 
 def _place(

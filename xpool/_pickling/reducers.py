@@ -81,6 +81,8 @@ class Group:
         self.checked: dict[int, tuple[type, Any]] = {} if checked is None else checked
         self.mapped: list[Any] = []  # arrays that are written by the names of their files
         self.locks: list[Any] = []  # locks that the receiver replaces by new ones
+        # By id, classes, and whether they have slots; None: `hashed` leaves their objects alone.
+        self.hashed: dict[int, bool | None] = {}
 
 
 class Context:
@@ -129,7 +131,7 @@ own: Reducer | None = None
 """The reducer of objects of classes with a ``__reduce__``, ``__new__`` or ``__getattr__`` of their
 own (`by_value.own_objects`)."""
 
-hashed: Callable[[Any], Any]
+hashed: Reducer
 """Reduces an object in a global if its class has a ``__hash__`` (`by_value.own_objects`)."""
 
 PARAMETRIZE = "torch.nn.utils.parametrize"

@@ -212,15 +212,22 @@ def _is_made_in_c(kind: Any, *args: Any) -> bool:
 # -- objects with a hash of their own ---------------------------------------------------------
 
 
-def _reduce_hashed(obj: Any) -> Any:
+def _reduce_hashed(pickler: Context, obj: Any) -> Any:
     """Make the object with its plain attributes, before the sets and dicts that it refers to.
 
     One of these may hold the object itself.  So it is hashed before the rest of its state is set.
     """
-    kind = type(obj)
-    if not (_has_hash(kind) and _is_simple(kind)):
+    kind, classes = type(obj), pickler.group.hashed  # type: ignore[union-attr]
+    if id(kind) not in classes:
+        classes[id(kind)] = None
+        if _has_hash(kind) and _is_simple(kind):
+            classes[id(kind)] = bool(slots_of(kind)) or not kind.__dictoffset__
+    has_slots = classes[id(kind)]
+    if has_slots is None:
         return NotImplemented
-    state = _state_of(obj)
+    state = _state_of(obj) if has_slots else (object.__getattribute__(obj, "__dict__"), {})
+    if all(type(one) in _PLAIN for part in state for one in part.values()):
+        return NotImplemented
     plain = tuple({name: one for name, one in part.items() if _is_plain(one)} for part in state)
     if sum(map(len, plain)) in (0, sum(map(len, state))):
         return NotImplemented
@@ -259,8 +266,9 @@ def _is_plain(value: Any, depth: int = 3) -> bool:
     kind = type(value)
     if kind in _PLAIN or issubclass(kind, Enum) or str(kind.__module__).split(".")[0] in _OF_VALUES:
         return True
-    if depth and issubclass(kind, (tuple, frozenset)):
-        return all(_is_plain(one, depth - 1) for one in value)
+    if depth and (kind in _FEW or issubclass(kind, (tuple, frozenset))):
+        values = [*value, *value.values()] if kind is dict else value
+        return len(values) <= _MOST and all(_is_plain(one, depth - 1) for one in values)
     if depth and _has_hash(kind) and _is_simple(kind):
         parts = _state_of(value)
         return all(_is_plain(one, depth - 1) for part in parts for one in part.values())
@@ -268,6 +276,8 @@ def _is_plain(value: Any, depth: int = 3) -> bool:
 
 
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
+_FEW = frozenset({list, dict, set})
+_MOST = 20  # values in a container that is looked at
 _OF_VALUES = frozenset({"datetime", "decimal", "fractions", "pathlib", "uuid"})
 
 
