@@ -528,11 +528,13 @@ def test_an_object_in_place_of_a_function_of_a_package(tmp_path: Path) -> None:
 
 
 def test_calls_of_an_object_of_a_package(preamble: str, tmp_path: Path) -> None:
-    """They are repeated (`settings.configure()`), except those that act outside."""
+    """They are repeated (`settings.configure()`), except those that act outside.  A file for log
+    lines, which the program has emptied, is opened again to append to it."""
     engine = tmp_path / "site-packages" / "engine" / "__init__.py"
     with open(engine, "a") as file:
         file.write("\nclass Log:\n    def __getattr__(self, name):\n")
-        file.write("        return lambda *args, **kwds: ran.append([name, *args])\nlog = Log()\n")
+        file.write("        return lambda *args, **kwds: ran.append([name, *args, *kwds.values()]")
+        file.write(")\nlog = Log()\n")
     text = """
 from engine import log
 own = log.bind("is assigned")
@@ -549,7 +551,8 @@ if __name__ == "__main__":
     probe.show()
 """
     out = scripts.run_ok([scripts.write(tmp_path / "script.py", preamble + text)])
-    assert json.loads(out)[1] == [["remove"], ["remove", 0], ["configure"], ["add", "file.log"]]
+    calls = [["remove"], ["remove", 0], ["configure", 3], ["add", "file.log", "a"]]
+    assert json.loads(out)[1] == [*calls, ["add", "file.log"]]
 
 
 def test_a_name_without_a_global_has_no_home() -> None:

@@ -56,7 +56,7 @@ def alone(code: CodeType, text: str) -> tuple[tuple[str, ast.stmt], ...]:
         (_names_of(one.value)[0], one)
         for one in tree.body
         if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)
-        if _is_of_a_module(one.value.func) and not _acts_outside(one.value)
+        if _is_of_a_module(one.value.func) and not _acts_outside(_appending(one.value))
         if not any(isinstance(part, ast.NamedExpr) or _writes(part) for part in ast.walk(one))
     )
 
@@ -106,6 +106,15 @@ _WRITING = ("write", "save", "dump", "export")
 def _writes(part: ast.AST) -> bool:
     """Whether an argument is ``mode="w"``, which empties a file."""
     return isinstance(part, ast.keyword) and part.arg == "mode" and "'w" in ast.unparse(part)
+
+
+def _appending(call: ast.Call) -> ast.Call:
+    """Let ``logger.add(path, mode="w")`` append: the program itself has emptied the file."""
+    if _names_of(call)[-1] == "add":
+        for one in call.keywords:
+            if one.arg == "mode" and isinstance(one.value, ast.Constant) and one.value.value == "w":
+                one.value.value = "a"
+    return call
 
 
 def _acts_outside(call: ast.Call) -> bool:
