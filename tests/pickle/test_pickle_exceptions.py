@@ -319,3 +319,30 @@ def test_no_code_of_the_class_runs() -> None:
     data = encode_exception(OwnNew(1, 2), "the text")
     OwnNew.__init__ = None  # type: ignore[assignment,method-assign]
     assert decode(data).b == 2
+
+
+class Slots(Exception):
+    __slots__ = ("__code", "unset")
+
+    def __init__(self, code: Any) -> None:
+        self.__code = code
+
+    def code(self) -> Any:
+        return self.__code
+
+
+class OnlySlots(Exception):
+    __slots__ = ("code",)
+    code: int
+
+
+def test_slots() -> None:
+    """Attributes in slots arrive, except those that cannot be pickled."""
+    plain = OnlySlots("text")
+    plain.code = 3
+    for got in decode(encode(plain)), decode(encode_exception(plain, "")):
+        assert (got.args, got.code) == (("text",), 3)
+    for got in decode(encode(Slots(4))), decode(encode_exception(Slots(4), "")):
+        assert got.code() == 4 and not hasattr(got, "unset")
+    got = decode(encode_exception(Slots(threading.Lock()), ""))
+    assert type(got) is Slots and not hasattr(got, "_Slots__code")

@@ -13,6 +13,7 @@ from typing import Any
 
 from xpool import errors
 from xpool._pickling import reducers
+from xpool._pickling.by_value.own_objects import slots_of
 from xpool._pickling.by_value.reads import in_python
 from xpool._pickling.by_value.received import missing_global
 from xpool._pickling.pickler import decode, encode
@@ -182,8 +183,8 @@ _GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 o
 
 def reduce_exception(pickler: Context, exc: BaseException) -> Any:
     """Reduce an exception whose class has an ``__init__``, ``__new__`` or ``__setattr__`` in
-    Python, or an AttributeError with a name, which its own ``__reduce__`` leaves out before Python
-    3.12.
+    Python, or slots, which its own ``__reduce__`` leaves out.  So does that of an AttributeError
+    with a name, before Python 3.12.
 
     Leave all others to the pickler, because loading them calls no Python code.
     """
@@ -191,7 +192,8 @@ def reduce_exception(pickler: Context, exc: BaseException) -> Any:
     # Not those of a NameError: Python would look for similar names in the frames of the receiver.
     named = isinstance(exc, AttributeError) and exc.name is not None
     sets = in_python(cls, "__setattr__")
-    if not (named or sets or in_python(cls, "__init__") or in_python(cls, "__new__")):
+    calls = sets or in_python(cls, "__init__") or in_python(cls, "__new__")
+    if not (named or calls or slots_of(cls)):
         return NotImplemented
     if any(in_python(cls, name) for name in ("__reduce__", "__reduce_ex__", "__setstate__")):
         return NotImplemented
@@ -210,7 +212,8 @@ def _parts(exc: BaseException) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         # The exception's class may have other args than the built-in class.
         group: Any = exc
         state, args = {"args": args, **state}, (group.message, list(group.exceptions))
-    return type(exc), args, {**state, **exc.__dict__}
+    slots = {name: getattr(exc, name) for name in slots_of(type(exc)) if hasattr(exc, name)}
+    return type(exc), args, {**state, **exc.__dict__, **slots}
 
 
 def _built_in(cls: type, name: str) -> Any:
