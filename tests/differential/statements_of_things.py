@@ -715,6 +715,24 @@ slots~ = Slots~(Colour~.RED, ("x", 2.5))
 > second~.far[first~] = "new"
 > slots~.held[first~] = 3
 %gives first~
+= data: attributes that the class of a library leaves out
+import fractions
+import pathlib
+class Folder~(pathlib.PurePosixPath):
+    def label(self):
+        return self.tags
+class Amount~(fractions.Fraction):
+    __slots__ = ("unit",)
+    def __new__(cls, value, unit):
+        self = super().__new__(cls, value, 3)
+        self.unit = unit
+        return self
+folder~, amount~ = Folder~("/a/b"), Amount~(2, "kg")
+folder~.tags = ["x", folder~]
+? str(folder~), folder~.label()[0], folder~.tags[1] is folder~, type(folder~) is Folder~
+? str(amount~), amount~.unit, type(amount~) is Amount~
+> folder~.tags[0] = "y"
+> amount~.unit = "g"
 = link: list of two
 twice~ = [@, @]
 ? twice~[0] is twice~[1] is @

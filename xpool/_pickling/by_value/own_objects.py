@@ -84,6 +84,10 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
         plain = reduced[0] is NEW and (unused or len(reduced[1]) == 1)
         if plain and (incomplete or empty):
             return empty_object, reduced[1][:1], *reduced[2:]
+        if len(reduced) == 2 and not in_message and origin != INSTALLED:
+            attributes = _left_out(obj)
+            if any(attributes):
+                return *reduced, attributes, None, None, set_state
         return reduced
     if origin != SENT or not in_python(kind, "__reduce__"):
         return NotImplemented
@@ -91,6 +95,21 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
     if pickler.home:  # the program keeps its own attributes
         return made
     return *made, _state_of(obj), None, None, set_state
+
+
+def _left_out(obj: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the attributes of an object that the ``__reduce__`` of a library's class leaves out.
+
+    They are of the program's classes, if objects of the library's class have no ``__dict__``.
+    """
+    kind = type(obj)
+    base = next(one for one in kind.__mro__ if origin_of(one.__module__) == INSTALLED)
+    own = kind.__mro__[: kind.__mro__.index(base)]
+    if base.__dictoffset__ or any(name in vars(one) for one in own for name in _OF_PICKLING):
+        return {}, {}
+    attributes, slots = _state_of(obj)
+    given = {*slots_of(base)}
+    return attributes, {name: one for name, one in slots.items() if name not in given}
 
 
 def _goes_by_function(obj: Any) -> bool:
