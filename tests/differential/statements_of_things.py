@@ -723,8 +723,12 @@ class Folder~(pathlib.PurePosixPath):
         return self.tags
 class Amount~(fractions.Fraction):
     __slots__ = ("unit",)
-folder~, amount~ = Folder~("/a/b"), Amount~(2, 3)
-folder~.tags, amount~.unit = ["x", folder~], "kg"
+    def __new__(cls, unit, value):
+        self = super().__new__(cls, value, 3)
+        self.unit = unit
+        return self
+folder~, amount~ = Folder~("/a/b"), Amount~("kg", 2)
+folder~.tags = ["x", folder~]
 ? str(folder~), folder~.label()[0], folder~.tags[1] is folder~, type(folder~) is Folder~
 ? str(amount~), amount~.unit, type(amount~) is Amount~
 > folder~.tags[0] = "y"

@@ -85,7 +85,9 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
         if plain and (incomplete or empty):
             return empty_object, reduced[1][:1], *reduced[2:]
         if len(reduced) == 2 and not in_message and origin != INSTALLED:
-            attributes = _left_out(obj)
+            base, attributes = _left_out(obj)
+            if base is not None and reduced[0] is kind:
+                reduced = _made_as, (base, kind, reduced[1])
             if any(attributes):
                 return *reduced, attributes, None, None, set_state
         return reduced
@@ -97,19 +99,30 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
     return *made, _state_of(obj), None, None, set_state
 
 
-def _left_out(obj: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _left_out(obj: Any) -> tuple[Any, tuple[dict[str, Any], dict[str, Any]]]:
     """Return the attributes of an object that the ``__reduce__`` of a library's class leaves out.
 
-    They are of the program's classes, if objects of the library's class have no ``__dict__``.
+    They are of the program's classes, if objects of the library's class have no ``__dict__``.  Also
+    return the library's class, if the program's have an ``__init__`` or ``__new__``; else None.
     """
     kind = type(obj)
     base = next(one for one in kind.__mro__ if origin_of(one.__module__) == INSTALLED)
-    own = kind.__mro__[: kind.__mro__.index(base)]
-    if base.__dictoffset__ or any(name in vars(one) for one in own for name in _OF_PICKLING):
-        return {}, {}
+    own = [vars(one) for one in kind.__mro__[: kind.__mro__.index(base)]]
+    if base.__dictoffset__ or any(name in names for names in own for name in _OF_PICKLING):
+        return None, ({}, {})
+    makes = any(name in names for names in own for name in ("__new__", "__init__"))
     attributes, slots = _state_of(obj)
     given = {*slots_of(base)}
-    return attributes, {name: one for name, one in slots.items() if name not in given}
+    slots = {name: one for name, one in slots.items() if name not in given}
+    return base if makes else None, (attributes, slots)
+
+
+def _made_as(base: Any, kind: Any, args: tuple[Any, ...]) -> Any:
+    """Make an object as a class of a library would, without the code of the program's class."""
+    made = base.__new__(kind, *args)
+    if base.__init__ is not object.__init__:
+        base.__init__(made, *args)
+    return made
 
 
 def _goes_by_function(obj: Any) -> bool:
