@@ -406,6 +406,19 @@ def show~(n):
 ? streams~(), write~.__self__ is sys.stderr is say~.keywords['file'], variables~ is os.environ
 ? show~(x)
 %after pool.apply(lambda out: (out is sys.stdout, out), (sys.stdout,)) == (True, sys.stdout)
+= held: views and types of Python beside a list
+import sys, types
+beside~ = [1]
+views~ = {"view": {1: 2}.values(), "list": beside~, "out": sys.stdout, "item": next(iter([beside~]))}
+kinds~ = [types.FunctionType, types.TracebackType, type({}.keys()), sys.stderr, beside~]
+def lengthen~():
+    views~["list"].append(2)
+    return len(beside~) - len(views~["list"]), views~["item"] is kinds~[4] is beside~
+? lengthen~(), views~["out"] is sys.stdout
+? kinds~[:4] == [types.FunctionType, types.TracebackType, type({}.keys()), sys.stderr]
+> beside~.append(3)
+> kinds~.insert(0, types.FunctionType)
+%gives beside~
 = held: variables of a context that are reset
 from contextvars import ContextVar
 request~, speaker~, tokens~ = ContextVar("request~"), ContextVar("speaker~", default="nobody"), []

@@ -392,12 +392,13 @@ def _dill_pickler() -> Any:
             if kind is dict:
                 # For the globals of __main__, dill would write a name that only dill can load.
                 return reducers.script.pickled_namespace(obj)
+            name = None if self.group is None else self.group.named.get(id(obj))
+            answer = reducer_override(self, obj) if name is None else reducers.by_place(*name)
+            if answer is not NotImplemented or isinstance(obj, type):
+                return answer
             # dill would pickle the address of a capsule, and the path of a file to open it again.
             if kind is capsule or (issubclass(kind, io.IOBase) and kind not in _IN_MEMORY):
                 raise TypeError(f"cannot pickle {kind.__name__!r} object")
-            answer = reducer_override(self, obj)
-            if answer is not NotImplemented or isinstance(obj, type):
-                return answer
             if kind.__module__.partition(".")[0] == "numpy":
                 # dill's own reducers would copy arrays into the pickle.
                 return obj.__reduce_ex__(5)
@@ -411,6 +412,9 @@ def _run_dill(obj: Any, layout: Layout, **options: Any) -> Any:
     place = partial(_place, layout.out_of_band, buffers, shared)
     slow = _dill_pickler()(file, options.get("recurse", False), place)
     vars(slow).update(options, layout=layout, buffers=buffers, shared=shared)
+    group = options.get("group")
+    if group is not None and group.objects is not None:
+        slow.persistent_id = group.objects.append  # as in `_GroupPickler`
     try:
         slow.dump(obj)
     except BaseException:

@@ -13,12 +13,14 @@ each of them with the snapshot.  If one has changed, there is a new definition.
 
 from __future__ import annotations
 
+import _collections_abc
 import abc
 import contextlib
 import enum
 import functools
 import itertools
 import pickle
+import types
 import zlib
 from collections.abc import Iterator
 from types import (
@@ -67,7 +69,8 @@ _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: C code made it
 @by_name
 def _reduce_class(pickler: Context, cls: type) -> Any:
     if not is_defined_by_statement(cls):
-        return NotImplemented
+        place = _PLACES.get(cls)
+        return NotImplemented if place is None else (of_module, place)
     if cls.__module__ == "builtins":  # so says a class in Rust: `safetensors.safe_open`
         place = place_in_package("builtins", cls.__name__, cls)
         if place is not None:
@@ -88,6 +91,15 @@ def _reduce_class(pickler: Context, cls: type) -> Any:
         # The receiver sets attributes of the class, and methods may use the class by its name.
         pickler.names.add((canonical(cls.__module__), cls.__qualname__.partition(".")[0]))
     return _written_out(cls, pickler.recurse, pickler.blob.versions)
+
+
+_PLACES = {
+    one: (place, name)
+    for place, module in (("_collections_abc", _collections_abc), ("types", types))
+    for name, one in vars(module).items()
+    if type(one) is type and one.__module__ == "builtins"
+}
+"""Where Python has types to which their own names do not lead: of functions, views of dicts."""
 
 
 def is_defined_by_statement(cls: type) -> bool:
