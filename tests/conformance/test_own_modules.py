@@ -990,6 +990,65 @@ def test_classes_that_code_does_not_name(tmp_path):
     assert scripts.program(tmp_path, UNNAMED, str(tmp_path / "item.pickle"), **modules) == ""
 
 
+LOADED = """
+    import pickle
+    import pkgutil
+    import shelve
+    import sys
+    import models
+    import numpy
+    import pandas
+    import xpool
+    from pickle import loads as loaded
+    from pkgutil import resolve_name as found
+
+    folder, item = sys.argv[1], models.Item()
+    written = pickle.dumps(item)
+
+    def frames():
+        return pandas.read_pickle(folder + "/frame")[0].price()
+
+    def arrays():
+        return numpy.load(folder + "/array.npy", allow_pickle=True)[0].price()
+
+    def shelves():
+        with shelve.open(folder + "/shelf") as shelf:
+            return shelf["item"].price()
+
+    def texts():
+        return loaded(written).price()
+
+    def names():
+        return pkgutil.resolve_name("models:Item")().price()
+
+    def renamed():
+        return found("models:RATE")
+
+    if __name__ == "__main__":
+        pandas.Series([item]).to_pickle(folder + "/frame")
+        numpy.save(folder + "/array.npy", numpy.array([item], object))
+        with shelve.open(folder + "/shelf") as shelf:
+            shelf["item"] = item
+        models.RATE = 4
+        for read in frames, arrays, shelves, texts, names, renamed:
+            with xpool.Pool(1) as pool:
+                assert pool.apply(read) == 4, read
+"""
+
+
+def test_what_libraries_load_and_find_by_texts(tmp_path):
+    """The classes in a file, and what a text names, read the program's globals."""
+    pytest.importorskip("pandas", reason="pandas is not installed")
+    models = """
+        RATE = 1
+
+        class Item:
+            def price(self):
+                return RATE
+    """
+    assert scripts.program(tmp_path, LOADED, str(tmp_path), models=models) == ""
+
+
 SENTINELS = """
     import dataclasses
     import installed

@@ -409,11 +409,11 @@ def show~(n):
 = held: views and types of Python beside a list
 import sys, types
 beside~ = [1]
-views~ = {"view": {1: 2}.values(), "list": beside~, "out": sys.stdout, "item": next(iter([beside~]))}
+views~ = {"view": {1: 2}.values(), "list": beside~, "out": sys.stdout, "next": [beside~]}
 kinds~ = [types.FunctionType, types.TracebackType, type({}.keys()), sys.stderr, beside~]
 def lengthen~():
     views~["list"].append(2)
-    return len(beside~) - len(views~["list"]), views~["item"] is kinds~[4] is beside~
+    return len(beside~) - len(views~["list"]), views~["next"][0] is kinds~[4] is beside~
 ? lengthen~(), views~["out"] is sys.stdout
 ? kinds~[:4] == [types.FunctionType, types.TracebackType, type({}.keys()), sys.stderr]
 > beside~.append(3)

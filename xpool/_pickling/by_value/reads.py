@@ -115,6 +115,8 @@ class Code:
         self.attributes.update(code.co_names)
         if not code.co_names:
             return
+        if any(type(one) is tuple and "allow_pickle" in one for one in code.co_consts):
+            self.attributes.add("allow_pickle")  # `numpy.load(path, allow_pickle=True)`
         if not _BY_NAME.isdisjoint(code.co_names):  # `getattr(module, "rate")`
             texts = (one for one in code.co_consts if type(one) is str)
             self.attributes.update(one for one in texts if one.isidentifier())
@@ -133,12 +135,14 @@ class Code:
                 continue
             if last and kind not in _OF_ATTRIBUTES:
                 self.held.add(last)
-            last = ""
+            before, last = last, ""
             if kind in _ABOUT_GLOBALS:
                 self.names.add(instruction.argval)
                 if kind in LOADS:
                     last = instruction.argval
             elif kind in _OF_ATTRIBUTES:
+                if instruction.argval == "load":  # `torch.load`
+                    self.attributes.add(f"{before.lstrip('=')}.load")
                 last = f".{instruction.argval}"
             elif kind == "IMPORT_NAME":
                 level, names = constants
@@ -238,17 +242,20 @@ def keys_of(function: FunctionType) -> set[Key]:
     found.update(("builtins", name) for name in use.names - values.keys() if _is_added(name))
     if "FLAGS" in use.attributes and "absl.flags" in sys.modules:
         found.add(("absl.flags", "FLAGS"))
-    if not _ANY_CLASS.isdisjoint(use.attributes):
-        named = {getattr(one, "__name__", "") for one, _ in given if type(one) is ModuleType}
-        named.update(name for _, name, _ in use.imports)
-        of_all = "__subclasses__" in use.attributes or not _OF_PICKLES.isdisjoint(named)
+    named = use.attributes.union(*(_names_of(one) for one, _ in given))
+    packages = set[str]() if _UNNAMED.isdisjoint(named) else _packages_of(given, use)
+    if not _ANY_CLASS.isdisjoint(named):
+        of_all = not (_OF_ALL.isdisjoint(named) and _OF_PICKLES.isdisjoint(packages))
         for one in program_modules() if of_all else {module or "__main__", "__main__"}:
             classes = (name for name, value in list(namespace(one).items()) if _is_class(value))
             found.update((one, name) for name in classes)
-    if not _ANY_MODULE.isdisjoint(use.attributes):
+    of_texts = not (_FINDERS.isdisjoint(named) or _OF_FINDERS.isdisjoint(packages))
+    if of_texts or not _ANY_MODULE.isdisjoint(use.attributes):
         every = ((one, find_module(one)) for one in program_modules())
         # `getattr(import_module(path), name)`
-        computed = not (_IMPORTS.isdisjoint(use.attributes) or _BY_NAME.isdisjoint(use.attributes))
+        computed = of_texts or not (
+            _IMPORTS.isdisjoint(use.attributes) or _BY_NAME.isdisjoint(use.attributes)
+        )
         modules += [
             (one, computed or (whole and name == "__main__")) for name, one in every if name_of(one)
         ]
@@ -258,17 +265,44 @@ def keys_of(function: FunctionType) -> set[Key]:
     return found
 
 
-_ANY_CLASS = frozenset({"__subclasses__", "load", "loads", "Unpickler"})
-"""Names by which code gets classes that it does not name: those of a pickle, for example."""
+def _names_of(value: Any) -> tuple[str, ...]:
+    """Return the names by which code could name a function that it has under another name."""
+    if not issubclass(type(value), (FunctionType, BuiltinFunctionType)):
+        return ()
+    return value.__name__, f"{str(value.__module__).partition('.')[0]}.{value.__name__}"
 
-_OF_PICKLES = frozenset({"pickle", "cloudpickle", "dill", "joblib"})
-"""Modules whose `load` finds classes in all modules.  `json` has a `load`, too."""
+
+def _packages_of(given: Iterable[tuple[Any, bool]], use: Code) -> set[str]:
+    """Return the packages of what code imports, and of modules, functions and classes."""
+    found = {name for _, name, _ in use.imports}
+    for one, _ in given:
+        if issubclass(type(one), ModuleType):
+            found.add(getattr(one, "__name__", ""))
+        elif issubclass(type(one), type):  # `class Reader(pickle.Unpickler)`
+            found.update(str(base.__module__) for base in one.__mro__)
+        elif _names_of(one):
+            found.add(str(one.__module__))
+    return {name.partition(".")[0] for name in found}
+
+
+_OF_ALL = frozenset({"__subclasses__", "allow_pickle", "read_pickle", "shelve", "unsafe_load"})
+_OF_ALL |= {"torch.load", "yaml.load"}
+_ANY_CLASS = _OF_ALL | {"load", "loads", "Unpickler"}
+"""Names by which code gets classes that it does not name: those of a pickle, for example.  Those
+in `_OF_ALL` find them in all modules."""
+
+_OF_PICKLES = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "joblib"})
+"""Packages whose `load` finds classes in all modules.  `json` has a `load`, too."""
 
 _IMPORTS = frozenset({"import_module", "__import__"})
 _ANY_MODULE = _IMPORTS | {"modules"}
 """Names by which code gets modules that it does not name: ``sys.modules["__main__"].rate``."""
 
-_UNNAMED = _ANY_CLASS | _ANY_MODULE
+_FINDERS = frozenset({"resolve_name", "locate", "instantiate", "import_string"})
+_OF_FINDERS = frozenset({"pkgutil", "pydoc", "hydra", "django", "werkzeug"})
+"""Functions that get a text with a module and a name in it, and the packages that have them."""
+
+_UNNAMED = _ANY_CLASS | _ANY_MODULE | _FINDERS
 
 
 def _is_added(name: str) -> bool:
