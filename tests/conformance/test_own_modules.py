@@ -991,6 +991,8 @@ def test_classes_that_code_does_not_name(tmp_path):
 
 
 LOADED = """
+    import importlib
+    import operator
     import pickle
     import pkgutil
     import shelve
@@ -1024,13 +1026,16 @@ LOADED = """
     def renamed():
         return found("models:RATE")
 
+    def attributes():
+        return operator.attrgetter("RATE")(importlib.import_module("models"))
+
     if __name__ == "__main__":
         pandas.Series([item]).to_pickle(folder + "/frame")
         numpy.save(folder + "/array.npy", numpy.array([item], object))
         with shelve.open(folder + "/shelf") as shelf:
             shelf["item"] = item
         models.RATE = 4
-        for read in frames, arrays, shelves, texts, names, renamed:
+        for read in frames, arrays, shelves, texts, names, renamed, attributes:
             with xpool.Pool(1) as pool:
                 assert pool.apply(read) == 4, read
 """

@@ -139,6 +139,14 @@ def test_functions_made_by_exec() -> None:
     assert f.__globals__["n"] == 1
 
 
+def test_the_name_of_a_module_in_a_function_of_exec() -> None:
+    """Without `__name__` in its globals, a function finds that of `builtins`."""
+    for given in {}, {"__name__": "box"}, {"__name__": None}:
+        space: dict[str, Any] = dict(given)
+        exec("def f(): return __name__", space)
+        assert again(space["f"])() == space["f"]() == given.get("__name__", "builtins")
+
+
 class Fallback(dict[str, Any]):
     """Globals that also have the local variables, as those of `IPython.embed`."""
 

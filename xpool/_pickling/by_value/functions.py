@@ -64,8 +64,9 @@ from xpool._python.interrupt import pass_on
 # -- functions ----------------------------------------------------------------------------
 
 
-def _make_space(name: Any) -> dict[str, Any]:
-    return {"__name__": name, "__builtins__": builtins}
+def _make_space(*name: Any) -> dict[str, Any]:
+    # Without a name, `__name__` is that of `builtins`.
+    return {"__builtins__": builtins, **dict(zip(("__name__",), name))}
 
 
 @register(FunctionType)
@@ -92,7 +93,8 @@ def _reduce_function(pickler: Context, function: FunctionType) -> Any:
     else:
         # They are no module's, or are copied (`recurse`).  In the receiver, functions with the same
         # globals share a dict.
-        space = pickler.spaces.setdefault(id(values), Instead(_make_space, (module,)))
+        named = (module,) if "__name__" in values else ()
+        space = pickler.spaces.setdefault(id(values), Instead(_make_space, named))
         state["globals"] = _used(values, names)
     if function.__module__ != module:  # functools.wraps
         state["__module__"] = function.__module__

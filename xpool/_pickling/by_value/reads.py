@@ -55,6 +55,7 @@ _OF_EVAL = frozenset({"builtins", "pandas"})
 _SPACES = frozenset({"__globals__", "f_globals"})
 """Attributes that are the globals of a function or frame."""
 _BY_NAME = frozenset({"getattr", "hasattr", "getmembers", "getmembers_static", "__dict__"})
+_BY_NAME |= {"attrgetter", "methodcaller"}
 """Names by which code finds attributes that it does not name."""
 
 
