@@ -835,6 +835,47 @@ def test_a_global_that_the_program_mends_in_place(tmp_path):
     ]
 
 
+BUSY = """
+import collections
+import sys
+import xpool
+
+turns = []
+
+class Job:
+    def __init__(self, add=None):
+        self.add = add
+
+    def __reduce__(self):
+        if turns and turns[-1] == self.add:  # as another thread
+            turns.pop()
+            if self.add == "jobs":
+                jobs[len(jobs)] = 1
+            else:
+                recent.append(1)
+        return Job, (self.add,)
+
+recent = collections.deque([Job("recent"), 1])
+jobs = {0: Job("jobs"), 1: 1}
+
+def count(_):
+    return len(jobs), len(recent)
+
+if __name__ == "__main__":
+    before = sys.getswitchinterval()
+    with xpool.Pool(1) as pool:
+        for more in [], ["jobs"] * 9, ["recent"] * 9, ["jobs", "recent"] * 4:
+            turns += more
+            print(pool.apply(count, (0,)) == count(0))
+    print(sys.getswitchinterval() == before)
+"""
+
+
+def test_a_global_to_which_a_thread_adds(tmp_path):
+    """It is pickled again, until no item is added meanwhile."""
+    assert scripts.program(tmp_path, BUSY).split() == ["True"] * 5
+
+
 FRAMES = """
 import pandas
 import xpool

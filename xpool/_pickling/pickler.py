@@ -7,6 +7,8 @@ whole object again, so that shared references and cycles are kept.
 import copyreg
 import io
 import pickle
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from importlib import import_module
@@ -21,6 +23,7 @@ from xpool._memory.system import same_bytes
 from xpool._pickling import Key, diagnose, frame, reducers
 from xpool._pickling.frame import BY_PIPE, INLINE_BELOW, Layout
 from xpool._pickling.reducers import REDUCERS, SHORT, watches
+from xpool._python import at_fork
 from xpool._python.hidden import forking, of_program
 from xpool._python.interrupt import by_handler
 from xpool.errors import XPoolError
@@ -312,12 +315,47 @@ def _pickle(obj: Any, layout: Layout, **options: Any) -> Pickled:
         if by_handler(first):
             raise
         error = first
+        if _is_disturbed(first) and "group" in options:
+            try:
+                return _undisturbed(obj, layout, **options)
+            except Exception as second:
+                if by_handler(second):
+                    raise
+                error = second
     else:
         return _finish(fast, _run_fast, obj, layout=layout, **options)
     try:
         return _after(error, obj, layout=layout, **options)
     finally:
         del error  # the traceback keeps this frame alive, and the data pickled so far
+
+
+def _is_disturbed(error: Exception) -> bool:
+    """Whether another thread has added or removed items while they were pickled."""
+    return type(error) is RuntimeError and "during iteration" in str(error)
+
+
+def _undisturbed(obj: Any, layout: Layout, **options: Any) -> Pickled:
+    """Pickle globals of the program, in longer turns than threads have otherwise."""
+    with _turns:
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(0.1)
+        try:
+            left = 20
+            while True:
+                left -= 1
+                try:
+                    fast = _run_fast(obj, layout, **options)
+                    return _finish(fast, _run_fast, obj, layout=layout, **options)
+                except RuntimeError as error:
+                    if not left or by_handler(error) or not _is_disturbed(error):
+                        raise
+        finally:
+            sys.setswitchinterval(interval)
+
+
+_turns = threading.RLock()
+at_fork.renew(globals(), _turns=threading.RLock)
 
 
 def _run_fast(obj: Any, layout: Layout, **options: Any) -> _FastPickler:
