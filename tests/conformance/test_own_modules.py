@@ -992,6 +992,7 @@ def test_classes_that_code_does_not_name(tmp_path):
 
 LOADED = """
     import importlib
+    import multiprocessing
     import operator
     import pickle
     import pkgutil
@@ -1026,6 +1027,9 @@ LOADED = """
     def renamed():
         return found("models:RATE")
 
+    def managed(given=None):
+        return (given or shared)["item"].price()
+
     def attributes():
         return operator.attrgetter("RATE")(importlib.import_module("models"))
 
@@ -1034,10 +1038,14 @@ LOADED = """
         numpy.save(folder + "/array.npy", numpy.array([item], object))
         with shelve.open(folder + "/shelf") as shelf:
             shelf["item"] = item
+        manager = multiprocessing.Manager()
+        shared = manager.dict(item=item)
         models.RATE = 4
-        for read in frames, arrays, shelves, texts, names, renamed, attributes:
+        for read in frames, arrays, shelves, texts, names, renamed, attributes, managed:
             with xpool.Pool(1) as pool:
                 assert pool.apply(read) == 4, read
+        with xpool.Pool(1) as pool:
+            assert pool.map(managed, [shared]) == [4]
 """
 
 

@@ -247,9 +247,7 @@ def keys_of(function: FunctionType) -> set[Key]:
     packages = set[str]() if _UNNAMED.isdisjoint(named) else _packages_of(given, use)
     if not _ANY_CLASS.isdisjoint(named):
         of_all = not (_OF_ALL.isdisjoint(named) and _OF_PICKLES.isdisjoint(packages))
-        for one in program_modules() if of_all else {module or "__main__", "__main__"}:
-            classes = (name for name, value in list(namespace(one).items()) if _is_class(value))
-            found.update((one, name) for name in classes)
+        found |= own_classes(program_modules() if of_all else (module or "__main__", "__main__"))
     of_texts = not (_FINDERS.isdisjoint(named) or _OF_FINDERS.isdisjoint(packages))
     if of_texts or not _ANY_MODULE.isdisjoint(use.attributes):
         every = ((one, find_module(one)) for one in program_modules())
@@ -316,6 +314,12 @@ def _is_added(name: str) -> bool:
 
 
 _OF_PYTHON = frozenset({"builtins", "io", "_io"})
+
+
+def own_classes(modules: Iterable[str]) -> set[Key]:
+    """Return the globals of these modules that are classes of the program."""
+    spaces = [(one, list(namespace(one).items())) for one in modules]
+    return {(one, name) for one, items in spaces for name, value in items if _is_class(value)}
 
 
 def _is_class(value: Any) -> bool:

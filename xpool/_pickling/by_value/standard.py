@@ -28,8 +28,8 @@ from typing import Any
 from xpool._memory.system import array_type
 from xpool._pickling import reducers
 from xpool._pickling.by_value import registry
-from xpool._pickling.by_value.origin import MISSING
-from xpool._pickling.by_value.reads import in_python
+from xpool._pickling.by_value.origin import MISSING, program_modules
+from xpool._pickling.by_value.reads import in_python, own_classes
 from xpool._pickling.by_value.settings_rows import OF_LOGGERS
 from xpool._pickling.frame import INLINE_BELOW
 from xpool._pickling.reducers import (
@@ -465,3 +465,15 @@ def _memoryview(data: Any, kind: Any, shape: Any, readonly: bool) -> Any:
 
 
 _CASTABLE = frozenset("@cbB?hHiIlLqQnNefdP")  # characters of formats for memoryview.cast
+
+
+def _of_managers() -> None:
+    def reduce(pickler: Context, proxy: Any) -> Any:
+        if pickler.follow and not pickler.home:  # a task may get any object from the manager
+            pickler.names |= own_classes(program_modules())
+        return reducers.own(pickler, proxy) if reducers.own else NotImplemented
+
+    FOR_SUBCLASSES[import_module("multiprocessing.managers").BaseProxy] = reduce
+
+
+LAZY["multiprocessing.managers"] = _of_managers
