@@ -20,7 +20,7 @@ from support.limits import WAIT
 from support.tiers import also
 from support.waiting import eventually, wait_gone
 
-from xpool import CtxThreadPool
+from xpool import CtxThreadPool, PoolClosed
 
 SUBMIT = {
     "apply": lambda pool: pool.apply(work.square, (1,)),
@@ -82,6 +82,28 @@ def test_join_in_a_task_of_the_same_pool(thread_kind, make_pool, end):
     pool.apply_async(join)
     eventually(lambda: refused, "the error")
     assert refused == ["join() in a task of the same pool would wait for itself"]
+    pool.join(WAIT)
+
+
+@pytest.mark.xpool_only
+def test_join_in_the_input_of_the_same_pool(kind, make_pool):
+    """It is refused in the input of `imap`, since it would wait for itself."""
+    pool = make_pool(kind, 2)
+
+    def items(end):
+        yield 1
+        end()
+        pool.join(WAIT)
+        yield 2
+
+    results = pool.imap(work.square, items(pool.close))
+    assert next(results) == 1
+    with pytest.raises(RuntimeError, match="in the input of imap of the same pool would wait"):
+        next(results)
+    pool.join(WAIT)
+    pool = make_pool(kind, 2)
+    with pytest.raises(PoolClosed):
+        list(pool.imap(work.square, items(pool.terminate)))
     pool.join(WAIT)
 
 

@@ -339,8 +339,8 @@ class BasePool(PublicVerbs, Hooks):
             multiprocessing.TimeoutError: they have not ended after ``timeout`` seconds (None: no
                 limit).
             ValueError: the pool still runs.
-            RuntimeError: called in a thread of the pool, by a callback, a task or a finalizer, so
-                that it would wait for itself.
+            RuntimeError: called in a thread of the pool, by a callback, a task, a finalizer or the
+                input of `imap`, so that it would wait for itself.
         """
         if not self._life.join(timeout):
             raise TimeoutError(

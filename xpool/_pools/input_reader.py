@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -276,6 +277,7 @@ class InputReader:
         # The calling thread draws.  It must not wait, since it may be the consumer.
         self._here = False
         self._name = f"{name}-input_reader"
+        self.thread: threading.Thread | None = None
 
     def begin(self, pool: Any, job: Job) -> None:
         """Draw the input of a job that was entered: a small one in the calling thread, and the rest
@@ -294,7 +296,8 @@ class InputReader:
 
     def _start(self) -> None:
         try:
-            PromptThread(target=self._draw, name=self._name, daemon=True).start()
+            self.thread = PromptThread(target=self._draw, name=self._name, daemon=True)
+            self.thread.start()
         except RuntimeError as exc:
             raise XPoolError(
                 f"{exc}: the input of imap needs a thread, unlike that of map"

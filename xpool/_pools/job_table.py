@@ -218,6 +218,11 @@ class JobTable:
 
     # -- ending ------------------------------------------------------------------------------------
 
+    def is_drawn_here(self) -> bool:
+        """Whether this thread draws the input of an `imap`, for which the pool's end waits."""
+        me = threading.current_thread()
+        return any(one.thread is me and not one.flow.stopped for one in list(self.input_readers))
+
     def stop_input_readers(self) -> None:
         """Stop drawing all inputs."""
         for input_reader in list(self.input_readers):

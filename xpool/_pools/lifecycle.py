@@ -146,6 +146,8 @@ class Lifecycle:
             raise RuntimeError("join() in a callback of the same pool would wait for itself")
         if self.runs_here():
             raise RuntimeError(INSIDE)
+        if self._jobs.is_drawn_here():
+            raise RuntimeError("join() in the input of imap of the same pool would wait for itself")
         if sys.is_finalizing():
             return True  # the pool was terminated, and no other thread runs any more
         deadline = deadline_of(timeout)
