@@ -381,9 +381,10 @@ class ForkServer:
         socket.send_fds(self._sock, [bytes([sum(streams)])], [boot, status, *streams])
 
     def _stop(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            with contextlib.suppress(OSError):  # the program has closed all descriptors
+                sock.close()
         if self._process is not None:
             # Kill it, since it may be importing.
             with contextlib.suppress(PermissionError):  # the server has an earlier identity

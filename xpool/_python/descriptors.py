@@ -158,7 +158,8 @@ def private_pair(kind: int) -> tuple[Private, Private]:
 
 def _after_fork_in_child() -> None:
     for fd in _parents_only:
-        os.close(fd)
+        with contextlib.suppress(OSError):  # the program has closed it
+            os.close(fd)
     _parents_only.clear()
 
 
