@@ -402,3 +402,127 @@ LATE = """
 def test_a_module_that_is_imported_during_a_fork(tmp_path):
     """Its function for the parent, which may release a lock, is called only after the other."""
     scripts.program(tmp_path, LATE)
+
+
+IN_TASKS = """
+    import os, sys, time
+    import xpool
+
+    def forking(i):
+        if i % 10 == 7:
+            pid = os.fork()
+            if not pid:
+                if way == "exits":
+                    sys.exit(3)
+                if way == "raises":
+                    os.execv("/nowhere/program", ["program"])
+                return "child"
+            statuses.append(os.waitpid(pid, 0)[1])
+        return i
+
+    def late(i):
+        if not os.fork():
+            sys.exit(3)
+        time.sleep(60)
+
+    def ended():
+        found, statuses[:] = statuses[:], []
+        return found
+
+    class Context:
+        def exit(self):
+            with open(sys.argv[1], "a") as log:
+                log.write("x")
+
+    if __name__ == "__main__":
+        for way, status in ("exits", 3), ("returns", 0), ("raises", 1):
+            statuses = []
+            with xpool.Pool(1, context={context!r}) as pool:
+                assert list(pool.imap(forking, range(40))) == list(range(40))
+                assert pool.apply(ended) == [status << 8] * 4
+        with xpool.Pool(1, context={context!r}) as pool:
+            try:
+                pool.apply(late, (0,), timeout=0.1)
+            except xpool.TaskTimeout as error:
+                assert "in late" in error.stack, error
+        way, statuses = "exits", []
+        with xpool.CtxPool(worker_contexts=[Context()], context={context!r}) as pool:
+            assert pool.map(lambda context, i: forking(i), range(10)) == list(range(10))
+            pool.close()
+            pool.join()
+        with open(sys.argv[1]) as log:
+            assert log.read() == "x"
+"""
+
+
+@pytest.mark.parametrize("context", [None, *also("fork", "spawn")])
+def test_a_task_that_forks(tmp_path, context):
+    """A child that a task forks answers no task, whether it exits, returns or raises. It does not
+    stop the clock of its parent's task, and does not call `exit` of the context."""
+    file = scripts.write(tmp_path / "program.py", IN_TASKS.format(context=context))
+    done = scripts.run([file, str(tmp_path / "log")])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("FileNotFoundError") == 4
+
+
+IN_THREADS = """
+    import os, signal
+    import xpool
+
+    def fork(*_):
+        pid = os.fork()
+        if not pid:
+            signal.alarm(60)
+        else:
+            statuses.append(os.waitpid(pid, 0)[1])
+        return os.getpid()
+
+    def run(i):
+        return fork() if i == 5 else ran.append(i)
+
+    if __name__ == "__main__":
+        statuses, ran, main = [], [], os.getpid()
+        with xpool.Pool(1, on_worker_end=fork) as pool:
+            pool.apply_async(abs, (-1,), callback=fork).wait()
+            pool.submit(abs, -1).add_done_callback(fork)
+            assert list(pool.imap(abs, map(lambda i: fork() and i, range(2)))) == [0, 1]
+            pool.close()
+            pool.join()
+        assert statuses == [0] * 5, statuses
+        with xpool.ThreadPool(1) as pool:
+            found = pool.map(run, range(10))
+            found += [pool.apply_async(fork, timeout=60).get(), *pool.imap(fork, iter(range(2)))]
+        assert set(found) == {None, main}, found
+        assert statuses == [0] * 9 and sorted(ran) == [0, 1, 2, 3, 4, 6, 7, 8, 9], (statuses, ran)
+        os.write(1, b"end of the program\\n")
+"""
+
+
+def test_threads_of_a_pool_that_fork(tmp_path):
+    """If a callback or a task of a thread forks and the child returns there, the child ends. It
+    runs no other task."""
+    file = scripts.write(tmp_path / "program.py", IN_THREADS)
+    # Python 3.12 warns of forks of a process with threads.
+    assert scripts.run_ok(["-W", "ignore:This process:DeprecationWarning", file]) == (
+        "end of the program\n"
+    )
+
+
+CLOSED = """
+    import os
+    import xpool
+
+    if __name__ == "__main__":
+        with xpool.Pool(1) as pool:
+            pool.apply(abs, (-1,))
+            pool.close()
+            pool.join()
+        os.closerange(3, 1000)
+        pid = os.fork()
+        assert not pid or os.waitpid(pid, 0)[1] == 0
+"""
+
+
+def test_a_program_that_closes_all_descriptors(tmp_path):
+    """After its pools have ended, it can fork and end without a word, as daemons do."""
+    scripts.program(tmp_path, CLOSED)

@@ -633,6 +633,9 @@ class ThreadWorkers:
 
     def after_fork_in_child(self) -> None:
         """Forget the threads, which a fork does not copy."""
+        # If a task has forked this process, its thread ends with it.
+        for pool_thread in self._places.threads.values():
+            pool_thread.left = True
         # Some thread of the parent may have held their locks.
         self.held, self._places = HeldTasks(self.tasks, self._signal), Places()
         self._ending = True

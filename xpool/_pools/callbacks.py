@@ -83,6 +83,11 @@ class Callbacks:
 
         return on_end
 
+    def forget(self) -> None:
+        """In a forked child: the thread that has forked it ends after its call."""
+        for one in (self.program, self.futures, self.ends):
+            one.forget()
+
     def stop(self) -> None:
         """Let the threads end after the queued calls."""
         # Futures first: completing them queues their callbacks.
@@ -215,6 +220,10 @@ class _Caller:
         if last is not None:
             last()
         return True
+
+    def forget(self) -> None:
+        self._lock = threading.RLock()  # some thread of the parent may have held it
+        self._runner = None
 
     def stop(self, last: Callable[[], None] | None = None) -> None:
         """Let the thread end after the queued calls, and call ``last`` then."""

@@ -234,6 +234,7 @@ class JobTable:
         self._delivering = threading.RLock()
         self.lock = threading.RLock()
         self.guards = [self.lock, self._delivering]
+        self.callbacks.forget()
         self.callbacks = Callbacks(self.name)
         self.accepting = False
         self.waker = _nothing

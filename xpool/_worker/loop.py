@@ -26,7 +26,7 @@ from xpool._pickling.by_value.exceptions import add_note, encode_exception
 from xpool._pickling.by_value.main import install_main, mark_worker
 from xpool._pickling.diagnose import at
 from xpool._pickling.frame import BY_PIPE, Layout, share
-from xpool._python import failures
+from xpool._python import at_fork, failures
 from xpool._python.exits import flush
 from xpool._python.failures import safe_repr, without_places
 from xpool._python.import_hooks import when_imported
@@ -88,6 +88,7 @@ def run(
     tasks, answers, lifeline, outbox, *others = channel
     box = Outbox(outbox)
     replies = Replies(box, functools.partial(write_all, answers), time.perf_counter)
+    at_fork.at_fork(in_child=replies.fall_silent)
     # Done before the program's code runs, so that the parent can ask a hanging initializer for its
     # stack, and limit its time by the clock in the outbox (`_engine/monitor`).
     if thread is None:
@@ -104,10 +105,11 @@ def run(
         open_relay(others.pop(0), config, box)
         shared = _join(others, config)
         worker = _Worker(config, BlockingFrameReader(tasks), replies, shared, control, inherited)
-    except SystemExit as exc:
-        replies.refuse(refusal(RuntimeError(f"the initializer called sys.exit({exc.code!r})")))
-        return 1
     except BaseException as exc:
+        if replies.silent:
+            raise  # in a child that the initializer has forked
+        if isinstance(exc, SystemExit):
+            exc = RuntimeError(f"the initializer called sys.exit({exc.code!r})")
         replies.refuse(refusal(exc))
         return 1
     # The start, which has its own time limit, ends here; `ready` lets the parent send tasks.
@@ -208,6 +210,7 @@ class _Worker:
         # Called by `exits.run`, after what the initializer and tasks register.
         if callable(end := getattr(context, "exit", None)):
             atexit.register(end)
+            at_fork.at_fork(in_child=functools.partial(atexit.unregister, end))
         # Unpickle it even if it is inherited: the message brings the globals of `__main__` too.
         sent: Any = None if config["initializer"] is None else decode(config["initializer"])
         initializer, initargs = sent
@@ -418,6 +421,9 @@ class _Worker:
 
         Not in `_run`: its frame is in the traceback, and must not refer to the error.
         """
+        if self._replies.silent:  # the task has forked this process, which ends as a program does
+            sys.excepthook(type(exc), exc, exc.__traceback__)
+            raise SystemExit(1)
         if loading:
             failures.note_loading(exc)
         if self._prefix:

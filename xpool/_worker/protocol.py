@@ -50,6 +50,8 @@ class Replies:
     """
 
     small = SMALL
+    silent = False
+    """Whether this process is a child that a task has forked: its parent answers."""
 
     def __init__(
         self, box: Outbox, write: Callable[[Parts], object], clock: Callable[[], float]
@@ -64,6 +66,14 @@ class Replies:
         self._leased = 0
         self._since = clock()  # when the first of the untold answers was begun
         self._rung = self._since
+
+    def fall_silent(self) -> None:
+        """Send nothing from now on, in a forked child; the process ends where it would answer."""
+        self.silent = True
+        self.box.part()
+        self._count = 0
+        self.small = -1  # no answer is short: each goes to `_write`
+        self._write = _end
 
     def _head(self, kind: int, errors: int, size: int, count: int, nanos: int) -> bytes:
         self._sent = number = (self._sent + 1) % 2**32
@@ -137,6 +147,11 @@ class Replies:
         # Answers are matched by their order.  Those in the outbox belong to earlier items.
         self.ring()
         self._frame(SKIPPED, b"", n)
+
+
+def _end(parts: Parts) -> None:
+    """End a forked child, whose parent sends the answer."""
+    raise SystemExit(0)
 
 
 class Inbox:
