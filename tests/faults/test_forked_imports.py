@@ -140,3 +140,57 @@ def test_fork_of_the_program(half):
     if not child:
         os._exit(7 if last_of_half() is None else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+FIRST_CALL = """
+    import os, sys, threading, warnings
+    from importlib.machinery import PathFinder
+    import xpool
+
+    class Halting:
+        "Halts the import of a module in its middle, in the first process."
+
+        def find_spec(self, name, path, target=None):
+            if name != sys.argv[1] or os.getpid() != main:
+                return None
+            spec = PathFinder.find_spec(name, path)
+            self.own, spec.loader = spec.loader, self
+            return spec
+
+        def create_module(self, spec):
+            return None
+
+        def exec_module(self, module):
+            begun.set()
+            may_go_on.wait()
+            module.__spec__.loader = module.__loader__ = self.own
+            self.own.exec_module(module)
+
+    def double(x):
+        return 2 * x
+
+    if __name__ == "__main__":
+        warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
+        main, begun, may_go_on = os.getpid(), threading.Event(), threading.Event()
+        sys.meta_path.insert(0, Halting())
+        with xpool.Pool(1) as pool:
+            thread = threading.Thread(target=pool.map, args=(double, [1]))
+            thread.start()
+            assert begun.wait(60)
+            pid = os.fork()
+            if not pid:
+                with xpool.Pool(1) as own:
+                    assert own.map(double, [1, 2]) == [2, 4]
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0
+            may_go_on.set()
+            thread.join()
+            assert pool.map(double, [1, 2]) == [2, 4]
+"""
+
+
+@pytest.mark.parametrize("module", ["xpool._pickling.by_value.script_top", "dis"])
+def test_fork_of_the_program_in_a_first_call(tmp_path, module):
+    """The program forks while another thread imports a module that its first call of a pool needs.
+    A pool of the child imports the module anew."""
+    scripts.program(tmp_path, FIRST_CALL, module)

@@ -153,17 +153,29 @@ def _forget_imports() -> None:
     """Free the locks of modules that the parent's other threads were importing.
 
     In this child these threads are gone, so who imports such a module would wait for ever.  The
-    module stays as it was at the fork, or is forgotten: see `imports_awaited`.
+    module stays as it was at the fork, or is forgotten: see `imports_awaited`.  What a thread
+    imported for a pool is forgotten, too: the child's own pools import it anew.
     """
     kept = _kept.pop(get_ident(), None)
-    for name, ref in _locks.copy().items():
-        if _is_of_another(ref()):
-            _locks.pop(name, None)
-            # A module may have put any object in its place.
-            namespace = getattr(sys.modules.get(name), "__dict__", {})
-            if kept is not None and name not in kept and is_initializing(namespace):
-                for one in [one for one in sys.modules if f"{one}.".startswith(f"{name}.")]:
-                    del sys.modules[one]
+    found = {name: lock for name, ref in _locks.copy().items() if _is_of_another(lock := ref())}
+    for_pools = {lock.owner for name, lock in found.items() if name.startswith("xpool.")}
+    for name, lock in found.items():
+        _locks.pop(name, None)
+        # A module may have put any object in its place.
+        namespace = getattr(sys.modules.get(name), "__dict__", {})
+        if not is_initializing(namespace):
+            continue
+        if kept is not None and name not in kept:
+            for one in [one for one in sys.modules if f"{one}.".startswith(f"{name}.")]:
+                del sys.modules[one]
+        # Packages are short, and what they have imported by then is whole.  Modules of other
+        # libraries may be in C, which cannot be imported twice.
+        elif lock.owner in for_pools and "__path__" not in namespace and _is_ours(name):
+            del sys.modules[name]
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("xpool.") or name.partition(".")[0] in sys.stdlib_module_names
 
 
 at_fork(in_child=_forget_imports)
