@@ -9,6 +9,9 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+# Imported here: a child that another thread forks does not wait for imports that begin later.
+from xpool._python import import_hooks as _import_hooks  # noqa: F401
+
 __version__ = "0.1.0"
 
 if sys.platform == "win32":

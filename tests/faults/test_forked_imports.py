@@ -7,6 +7,7 @@ import time
 
 import pytest
 from support import scripts
+from support.tiers import also
 
 import xpool
 from xpool._engine.launch import ProcessLauncher
@@ -169,28 +170,34 @@ FIRST_CALL = """
     def double(x):
         return 2 * x
 
+    def use():
+        with xpool.Pool(1) as pool:
+            assert pool.map(double, [1, 2]) == [2, 4]
+
     if __name__ == "__main__":
         warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
         main, begun, may_go_on = os.getpid(), threading.Event(), threading.Event()
         sys.meta_path.insert(0, Halting())
-        with xpool.Pool(1) as pool:
-            thread = threading.Thread(target=pool.map, args=(double, [1]))
-            thread.start()
-            assert begun.wait(60)
-            pid = os.fork()
-            if not pid:
-                with xpool.Pool(1) as own:
-                    assert own.map(double, [1, 2]) == [2, 4]
-                os._exit(0)
-            assert os.waitpid(pid, 0)[1] == 0
-            may_go_on.set()
-            thread.join()
-            assert pool.map(double, [1, 2]) == [2, 4]
+        thread = threading.Thread(target=use)
+        thread.start()
+        assert begun.wait(60)
+        pid = os.fork()
+        if not pid:
+            use()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        may_go_on.set()
+        thread.join()
+        use()
 """
 
 
-@pytest.mark.parametrize("module", ["xpool._pickling.by_value.script_top", "dis"])
+@pytest.mark.parametrize(
+    "module",
+    ["xpool._pickling.by_value.script_top",
+     *also("dis", "multiprocessing", "xpool._pools.process", "xpool._pools.assembly")],
+)  # fmt: skip
 def test_fork_of_the_program_in_a_first_call(tmp_path, module):
-    """The program forks while another thread imports a module that its first call of a pool needs.
-    A pool of the child imports the module anew."""
+    """The program forks while another thread imports a module that its first pool needs.  A pool of
+    the child imports the module anew."""
     scripts.program(tmp_path, FIRST_CALL, module)

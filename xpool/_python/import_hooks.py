@@ -163,18 +163,15 @@ def _forget_imports() -> None:
         _locks.pop(name, None)
         # A module may have put any object in its place.
         namespace = getattr(sys.modules.get(name), "__dict__", {})
-        if not is_initializing(namespace):
-            continue
-        if kept is not None and name not in kept:
+        unknown = kept is not None and name not in kept
+        if is_initializing(namespace) and (unknown or (lock.owner in for_pools and _is_ours(name))):
+            # If it is a package, its modules were imported meanwhile: no other code has them.
             for one in [one for one in sys.modules if f"{one}.".startswith(f"{name}.")]:
                 del sys.modules[one]
-        # Packages are short, and what they have imported by then is whole.  Modules of other
-        # libraries may be in C, which cannot be imported twice.
-        elif lock.owner in for_pools and "__path__" not in namespace and _is_ours(name):
-            del sys.modules[name]
 
 
 def _is_ours(name: str) -> bool:
+    # Modules of other libraries may be in C, and cannot be imported twice.
     return name.startswith("xpool.") or name.partition(".")[0] in sys.stdlib_module_names
 
 
