@@ -21,6 +21,7 @@ import xpool
 from xpool import Pool, PoolClosed, TaskTimeout, ThreadPool, WorkerStartFailed, XPoolError
 from xpool._engine import monitor
 from xpool._engine import worker_process as worker
+from xpool._python import at_fork
 from xpool._wire.outbox import STACK_SIGNAL, STOP_SIGNAL
 
 from .after_faults import check_usable, story
@@ -317,6 +318,31 @@ def test_a_finalizer_is_not_interrupted(process_kind, make_pool, mailbox, gate, 
     monkeypatch.setattr(monitor, "STOP_GRACE_SECONDS", WAIT)
     pool = make_pool(process_kind, 1)
     result = pool.apply_async(finalize, (mailbox.path, gate.path))
+    pid = mailbox.line()
+    assert result.cancel()
+    gate.open(1)
+    assert pool.apply(os.getpid) == int(pid)
+
+
+def fork_slowly(box, gate):
+    """Fork, with a function of xpool that waits in the parent before the fork."""
+    at_fork.at_fork(before=functools.partial(work.post_and_gate, box, gate))
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    try:
+        while True:
+            time.sleep(0.001)
+    finally:
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_is_not_interrupted(process_kind, make_pool, mailbox, gate, monkeypatch):
+    """A task that forks is stopped after the functions that xpool has registered for forks."""
+    monkeypatch.setattr(monitor, "STOP_GRACE_SECONDS", WAIT)
+    pool = make_pool(process_kind, 1)
+    result = pool.apply_async(fork_slowly, (mailbox.path, gate.path))
     pid = mailbox.line()
     assert result.cancel()
     gate.open(1)

@@ -72,6 +72,10 @@ def _unless_unused(call: Callable[[], object]) -> Callable[[], object]:
     return lambda: _unused or call()
 
 
+HOOK = _unless_unused(int).__code__
+"""Of a frame in which a registered function runs: Python only prints what is raised in it."""
+
+
 def notice_fork() -> None:
     """If C code has forked this process, let Python do what it does in a child of `os.fork`.
 

@@ -2,8 +2,8 @@
 
 When the main thread next runs Python code, the handler of `STOP_SIGNAL` writes the stack into the
 outbox's file, and raises `TaskStopped` if the worker still runs the task to be stopped.  During an
-import or a finalizer, or in the arena's bookkeeping (`xpool._python.interrupt`), it raises a moment
-later.
+import, a finalizer or a fork, or in the arena's bookkeeping (`xpool._python.interrupt`), it raises
+a moment later.
 
 If a task is stuck in C code, this handler does not run, and the worker is killed.  Before that, the
 parent sends `STACK_SIGNAL`.  faulthandler's handler, in C, writes the stack of the main thread
@@ -22,6 +22,7 @@ import threading
 import time
 from types import CodeType, FrameType
 
+from xpool._python.at_fork import HOOK
 from xpool._python.import_hooks import IMPORTER
 from xpool._python.interrupt import keeps_clear, may_raise
 from xpool._wire.outbox import STACK, STACK_AT, STACK_SIGNAL, STOP_SIGNAL, TASK_LINE, Outbox
@@ -51,16 +52,18 @@ def stack_of(frame: FrameType | None, ours: tuple[str, ...] = ()) -> str:
 
 
 def may_stop(frame: FrameType | None, task: FrameType | None = None) -> bool:
-    """Whether `TaskStopped` may be raised here: not in bookkeeping, an import or a finalizer.
+    """Whether `TaskStopped` may be raised here: not in bookkeeping or an import, nor where Python
+    would only print it (in a finalizer, or in a function of xpool that a fork calls).
 
     If an import is interrupted, Python removes the module from `sys.modules`, but keeps its other
     effects: registrations elsewhere, or in C, would make later tasks of this worker fail.  Frames
     that called ``task`` do not count: in a fork, the program's module may be in the midst of its
-    import.  An exception in a finalizer is only printed, and the task would not be stopped.
+    import.
     """
     at = frame
     while at is not None and at is not task:
-        if at.f_code.co_filename == IMPORTER or at.f_code.co_name == "__del__":
+        code = at.f_code
+        if code.co_filename == IMPORTER or code.co_name == "__del__" or code is HOOK:
             return False
         at = at.f_back
     return may_raise(frame)
