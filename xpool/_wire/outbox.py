@@ -87,19 +87,20 @@ class Outbox:
 
     def __init__(self, fd: int) -> None:
         # `mmap` duplicates the descriptor, so the caller may close `fd`.
-        self._use(mmap.mmap(fd, SIZE))
+        self._map = mmap.mmap(fd, SIZE)
+        self._use(self._map)
         self._written = 0  # the worker's copy of `tail`
         self._room = 0  # how far the worker may write before it must read `head` again
 
     def _use(self, pages: mmap.mmap) -> None:
-        self._map = pages
         view = memoryview(pages)
         self.words = view[:HEADER].cast("Q")
         self._turn = self.words[_TURN : _TURN + 1]
         self._data = view[HEADER:STACK_AT]
 
     def part(self) -> None:
-        """Write into memory of this process's own from now on: it was forked from the worker."""
+        """Write only bars from now on, and all else into memory of this process's own: it was
+        forked from the worker."""
         self._use(mmap.mmap(-1, SIZE))
 
     def close(self) -> None:
