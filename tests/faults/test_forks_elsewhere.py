@@ -393,15 +393,57 @@ LATE = """
 
     os.register_at_fork(before=register)
     fork()
-    assert calls == []
-    fork()
     assert calls == ["before", "in parent"]
+    fork()
+    assert calls == ["before", "in parent"] * 2
 """
 
 
 def test_a_module_that_is_imported_during_a_fork(tmp_path):
     """Its function for the parent, which may release a lock, is called only after the other."""
     scripts.program(tmp_path, LATE)
+
+
+STRUCK = """
+    import os, signal, warnings
+    import xpool
+
+    class Struck(Exception):
+        pass
+
+    def strike(signum, frame):
+        raise Struck
+
+    if __name__ == "__main__":
+        warnings.filterwarnings("ignore", ".*multi-threaded.*fork", DeprecationWarning)
+        with xpool.Pool(1) as pool:
+            assert pool.apply(abs, (-1,)) == 1
+            signal.signal(signal.SIGALRM, strike)
+            struck = 0
+            for n in range(150):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.0005 + n * 0.00002, 1)
+                    while True:
+                        pid = os.fork()
+                        if not pid:
+                            os._exit(0)
+                        os.waitpid(pid, 0)
+                except Struck:
+                    struck += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert struck == 150
+            assert pool.apply(abs, (-1,)) == 1
+            pool.close()
+            pool.join(60)
+        print("joined")
+"""
+
+
+def test_a_handler_that_raises_during_a_fork(tmp_path):
+    """It raises after the fork, and leaves no lock taken."""
+    done = scripts.run([scripts.write(tmp_path / "struck.py", STRUCK)])
+    # Python prints what is raised in the few instructions before the handler is deferred.
+    assert done.stdout == "joined\n", done.stderr
 
 
 IN_TASKS = """

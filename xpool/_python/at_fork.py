@@ -2,14 +2,16 @@
 
 A child has a copy of all memory, but only one thread: the one that forked.  So it must not wait for
 a lock that another thread of the parent held, or keep the parent's counters (`renew`).  It must
-close descriptors whose end tells others that the parent has ended (`at_fork`).  Python calls the
-functions for `before` in reverse order of registration, and the others in that order.
+close descriptors whose end tells others that the parent has ended (`at_fork`).  The functions for
+`before` are called in reverse order of registration, and the others in that order, as Python does.
+Signal handlers that come meanwhile are deferred (`interrupt`): Python only prints what they raise.
 """
 
 from __future__ import annotations
 
 import _imp
 import contextlib
+import functools
 import mmap
 import os
 import sys
@@ -27,53 +29,71 @@ if sys.platform == "linux":
         known.madvise(18)  # MADV_WIPEONFORK (linux/mman.h)
 
 
+def _nothing() -> None:
+    """Stands for a function that is not given."""
+
+
+_BEFORE, _IN_PARENT, _IN_CHILD = range(3)
+
+_Hook = tuple[Callable[[], object], Callable[[], object], Callable[[], object]]
+"""The functions for these stages."""
+
+_hooks: list[_Hook] = []
+_forking: dict[int, tuple[_Hook, ...]] = {}  # by thread: those whose first function it calls
+guards: list[Callable[[bool], object]] = []
+"""Called with True before all functions of a fork, and with False after them, in the parent."""
+
+
 def at_fork(
     *,
-    before: Callable[[], object] | None = None,
-    in_parent: Callable[[], object] | None = None,
-    in_child: Callable[[], object] | None = None,
+    before: Callable[[], object] = _nothing,
+    in_parent: Callable[[], object] = _nothing,
+    in_child: Callable[[], object] = _nothing,
 ) -> None:
     """Register functions that the forking thread calls.  Do nothing on systems without fork.
 
     ``in_parent`` is called only if ``before`` was called at the same fork.  Otherwise it could be
     called alone, if a module registers both while another thread is in the middle of a fork.
 
-    Python keeps these functions, with all objects to which they refer, until the process ends.
+    This module keeps these functions, with all objects to which they refer, until the process ends.
     """
-    if not hasattr(os, "register_at_fork"):
+    _hooks.append((before, in_parent, in_child))
+
+
+def _fork(stage: int) -> None:
+    """Call the functions for one stage of a fork, also if others fail: Python prints the error."""
+    if _unused:
         return
-    if before is not None and in_parent is not None:
-        before, in_parent = _paired(before, in_parent)
-    # Registered separately: if a signal handler raises in one, Python still calls the next.
-    given = {"before": before, "after_in_parent": in_parent, "after_in_child": in_child}
-    for when, call in given.items():
-        if call is not None:
-            os.register_at_fork(**{when: _unless_unused(call)})
+    calls: list[Callable[[], object]] = []
+    if stage == _BEFORE:
+        hooks = _forking[get_ident()] = tuple(_hooks)
+        calls = [hook[stage] for hook in reversed(hooks)]
+        calls[:0] = [functools.partial(guard, True) for guard in guards]
+    elif stage == _IN_PARENT:
+        calls = [hook[stage] for hook in _forking.pop(get_ident(), ())]
+        calls += [functools.partial(guard, False) for guard in guards]
+    else:
+        _forking.clear()
+        calls = [hook[stage] for hook in tuple(_hooks)]
+    errors = []
+    for call in calls:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
-def _paired(
-    before: Callable[[], object], in_parent: Callable[[], object]
-) -> tuple[Callable[[], object], Callable[[], object]]:
-    forking: set[int] = set()  # threads that have called `before`
+HOOK = _fork.__code__
+"""Of a frame in which registered functions run: Python only prints what is raised in it."""
 
-    def first() -> None:
-        forking.add(get_ident())
-        before()
-
-    def last() -> None:
-        if get_ident() in forking:
-            forking.discard(get_ident())
-            in_parent()
-
-    return first, last
-
-
-def _unless_unused(call: Callable[[], object]) -> Callable[[], object]:
-    return lambda: _unused or call()
-
-
-HOOK = _unless_unused(int).__code__
-"""Of a frame in which a registered function runs: Python only prints what is raised in it."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=functools.partial(_fork, _BEFORE),
+        after_in_parent=functools.partial(_fork, _IN_PARENT),
+        after_in_child=functools.partial(_fork, _IN_CHILD),
+    )
 
 
 def notice_fork() -> None:

@@ -17,11 +17,13 @@ those by `PyThreadState_SetAsyncExc`.  They break the pool with an error that na
 
 from __future__ import annotations
 
+import _thread
 import functools
 import importlib
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from types import FrameType, TracebackType
@@ -65,7 +67,7 @@ class Deferred:
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         # This function is marked, too, so that fast signals do not nest without end.
-        if may_raise(frame):
+        if _shield.forking is None and may_raise(frame):
             self._call(signum, frame)
         elif self not in pending:  # the system, too, keeps a pending signal only once
             pending.append(self)
@@ -84,9 +86,11 @@ _marks[id(Deferred._call.__code__)] = False
 class _Shield:
     """The installed `Deferred`s.  Only the main thread uses it."""
 
-    __slots__ = ("address", "found", "last", "main", "plan", "sigaction")
+    __slots__ = ("address", "forking", "found", "last", "main", "plan", "sigaction")
 
     def __init__(self) -> None:
+        # During a fork, what `_raise` has returned.
+        self.forking: tuple[tuple[Deferred, ...], Deferred | None] | None = None
         self.sigaction: Any = None  # the C library's, when it was needed
         self.address: int | None = None  # of Python's own C function for all signals
         self.main = threading.main_thread().ident
@@ -356,9 +360,46 @@ def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
 # -- forks -------------------------------------------------------------------------------------
 
 
+def _guard(begins: bool) -> None:
+    """Defer handlers during a fork: Python drops what is raised in the functions that a fork calls,
+    and leaves out the rest of such a function.  A lock would stay taken."""
+    if get_ident() != _shield.main:
+        return
+    if begins:
+        last = _shield.last
+        found = [*map(_get_handler, _SIGNALS)]
+        within = last is not None and found[_SIGNALS.index(last.signum)] is last
+        plan = () if within else _shield.plan if found == _shield.found else _make_plan(found)
+        _shield.forking = plan, last
+        if plan:
+            _shield.last = plan[0]
+            for one in reversed(plan):
+                _set_handler(one.signum, one)
+    elif _shield.forking is not None:
+        plan, last = _shield.forking
+        if plan:
+            _lower(plan, last)
+        _shield.forking = None
+        if pending and plan:
+            # What a handler raises here would be dropped, too.
+            _thread.start_new_thread(_send_again, ([one.signum for one in pending],))
+            pending.clear()
+
+
+def _send_again(signums: list[int]) -> None:
+    """Send the main thread these signals a moment later.  Runs in a thread of its own."""
+    time.sleep(0.001)
+    for signum in signums:
+        signal.pthread_kill(_shield.main or 0, signum)
+
+
+_marks[id(_guard.__code__)] = _marks[id(at_fork.HOOK)] = True
+at_fork.guards.append(_guard)
+
+
 def _after_fork_in_child() -> None:
     # The forking thread is now the main thread, and never returns from the shielded function.
-    _shield.main = get_ident()
+    _shield.main, _shield.forking = get_ident(), None
     pending.clear()  # these signals were sent to the parent, which handles them
     for signum in _SIGNALS:
         handler = _get_handler(signum)
