@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from xpool._calls.streams import IMapUnorderedIterator as IMapUnorderedIterator
     from xpool._engine.jobs.states import PoolStates as PoolStates
     from xpool._engine.ledger import WorkerEnd as WorkerEnd
+    from xpool._pickling.by_value.script_top import everywhere as everywhere
     from xpool._pickling.tensors.device_memory import TensorHandle as TensorHandle
     from xpool._pools.base import BasePool as BasePool
     from xpool._pools.ctx_pools import CtxPool as CtxPool
     from xpool._pools.ctx_pools import CtxThreadPool as CtxThreadPool
-    from xpool._pools.everywhere import everywhere as everywhere
     from xpool._pools.executor import Executor as Executor
     from xpool._pools.observing import Report as Report
     from xpool._pools.observing import SlowTask as SlowTask
@@ -79,7 +79,7 @@ _homes = {
     "xpool._pickling.tensors.device_memory": "TensorHandle",
     "xpool._pools.base": "BasePool",
     "xpool._pools.ctx_pools": "CtxPool CtxThreadPool",
-    "xpool._pools.everywhere": "everywhere",
+    "xpool._pickling.by_value.script_top": "everywhere",
     "xpool._pools.executor": "Executor",
     "xpool._pools.observing": "Report SlowTask Stacks WorkerReport WorkerStack",
     "xpool._pools.preloading": "preload",

@@ -69,11 +69,9 @@ class Replies:
 
     def fall_silent(self) -> None:
         """Send nothing from now on, in a forked child; the process ends where it would answer."""
-        self.silent = True
-        self.box.part()
-        self._count = 0
+        self.silent, self._count, self._write = True, 0, _end
         self.small = -1  # no answer is short: each goes to `_write`
-        self._write = _end
+        self.box.part()  # last: memory may be short
 
     def _head(self, kind: int, errors: int, size: int, count: int, nanos: int) -> bytes:
         self._sent = number = (self._sent + 1) % 2**32

@@ -19,12 +19,13 @@ import linecache
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from importlib import import_module
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
+from xpool._pickling import reducers
 from xpool._pickling.by_value.names import found_by_name
 from xpool._pickling.by_value.origin import (
     attributes_of,
@@ -35,6 +36,7 @@ from xpool._pickling.by_value.origin import (
     own_modules,
 )
 from xpool._pickling.by_value.reads import LOADS, absolute_name, functions_in, inner
+from xpool._pickling.by_value.registered_calls import look_at_script, register_call
 from xpool._python.interrupt import pass_on
 
 if TYPE_CHECKING:
@@ -517,3 +519,41 @@ def _functions(namespace: dict[str, Any]) -> Iterator[CodeType]:
                 if function.__globals__ is namespace:
                     yield function.__code__
                 function = vars(function).get("__wrapped__")
+
+
+# -- calls for their effect, in the program and in every worker ------------------------------------
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def everywhere(func: F, /, *args: Any, **kwds: Any) -> F:
+    """Call a function now, and in every worker before its first task.
+
+    Use it for calls whose effect a task needs: to register a format, a plug-in or an environment,
+    or to configure a package.  Nothing of a script runs in a worker, so a worker would not have it.
+
+        >>> import mimetypes, xpool
+        >>> xpool.everywhere(mimetypes.add_type, "text/x-log", ".log")
+        <function add_type at 0x...>
+
+    It is also a decorator of a function without parameters: ``@xpool.everywhere``.
+
+    Args:
+        func: the function.  It and its arguments are pickled as those of a task.  Its result is not
+            used.
+        args, kwds: its arguments.
+
+    Returns:
+        ``func``, so that a decorated function keeps its name.
+
+    Raises:
+        TypeError: ``func`` is not callable.
+        Exception: what ``func`` raises here; workers then do not call it.  If it raises in a
+            worker, the task that came with it fails with that exception.
+    """
+    if not callable(func):
+        raise TypeError(f"everywhere takes a function and its arguments, not {func!r}")
+    func(*args, **kwds)
+    look_at_script(top_of_main().calls)  # calls that the script has made before this one
+    reducers.everyone.add(register_call(func, args, kwds))
+    return func
