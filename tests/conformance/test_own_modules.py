@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support import scripts
+from support.tiers import also
 
 pytestmark = pytest.mark.xpool_only
 
@@ -665,6 +666,38 @@ def test_a_method_that_has_the_name_of_a_class_of_another_module(tmp_path):
     """A function that the program sets in a class arrives, also if it says that it is a method."""
     out = run(tmp_path, PATCHED, items=ITEMS, patches=PATCHES)
     assert out == "True patched new patched same usual usual"
+
+
+UNDONE = """
+    import functools, sys
+    import jobs
+    from xpool import Pool
+
+    plain = jobs.run
+
+    @functools.wraps(plain)
+    def wrapped(x):
+        return "wrapped", plain(x)
+
+    jobs.run = wrapped
+
+    if __name__ == "__main__":
+        with Pool(1, context=sys.argv[1] or None) as pool:
+            print(pool.apply(jobs.twice, (1,)), end=" ")
+            jobs.run = plain
+            print(pool.apply(jobs.twice, (1,)), end=" ")
+            jobs.run = wrapped
+            print(pool.apply(jobs.twice, (1,)))
+"""
+
+
+@pytest.mark.parametrize("context", ["fork", *also("")])
+def test_a_patch_of_an_own_function_that_is_undone(tmp_path, context):
+    """The function that the module's import has made comes back, also in a fork with the patch."""
+    scripts.write(tmp_path / "jobs.py", "def run(x): return x\ndef twice(x): return [run(x)] * 2")
+    program = scripts.write(tmp_path / "undone.py", UNDONE)
+    patched = [("wrapped", 1)] * 2
+    assert scripts.run_ok([program, context]) == f"{patched} {[1, 1]} {patched}\n"
 
 
 ODD = """

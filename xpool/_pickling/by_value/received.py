@@ -33,7 +33,6 @@ from xpool._pickling.by_value.names import original_of, originals, received
 from xpool._pickling.by_value.origin import (
     CODE,
     IMPORTED,
-    INSTALLED,
     MISSING,
     MODULES,
     SENT,
@@ -434,7 +433,7 @@ def _take_back(key: Key, to_import: bool) -> None:
     """Remove a global; with ``to_import``, set it to the object that the import has made."""
     _incoming.waiting.pop(key, None)
     original = originals.get(key, MISSING)
-    inherited = to_import and main.is_forked() and origin_of(key[0]) == INSTALLED
+    inherited = to_import and main.is_forked() and origin_of(key[0]) != SENT
     if inherited and "." not in key[1]:
         original = original_of(*key)
     if to_import and original is not MISSING:
