@@ -262,7 +262,7 @@ if __name__ == "__main__":
             try:
                 print(pool.map(func, [7]))
             except NameError as error:
-                print(*error.__notes__)
+                print(error, *error.__notes__)
 """
 
 
