@@ -393,13 +393,18 @@ if __name__ == "__main__":
 """
 
 
+def install_package(tmp_path, monkeypatch, module, text):
+    """Let programs import a module of an installed package."""
+    package = tmp_path / "site-packages" / "package"
+    package.mkdir(parents=True)
+    scripts.write(package / "__init__.py", "")
+    scripts.write(package / f"{module}.py", text)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+
+
 def test_what_is_assigned_to_a_property_of_an_installed_module(tmp_path, monkeypatch):
     """The module's class has it, as for `torch.backends.cudnn.enabled`."""
-    folder = tmp_path / "site-packages"
-    for name, text in ("package/__init__.py", ""), ("package/flags.py", FLAGS):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        scripts.write(folder / name, text)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    install_package(tmp_path, monkeypatch, "flags", FLAGS)
     out = scripts.program(tmp_path, PROPERTIES)
     assert out == "True False True True True False True True {'a': 1} True\n"
 
@@ -440,11 +445,7 @@ if __name__ == "__main__":
 
 def test_what_is_assigned_to_a_module_that_keeps_it_elsewhere(tmp_path, monkeypatch):
     """Its class has a ``__setattr__``, as for ``torch._dynamo.config``."""
-    folder = tmp_path / "site-packages"
-    for name, text in ("package/__init__.py", ""), ("package/config.py", CONFIG):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        scripts.write(folder / name, text)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    install_package(tmp_path, monkeypatch, "config", CONFIG)
     assert scripts.program(tmp_path, CONFIGURED) == "(64, False)\n(8, True)\n"
 
 

@@ -89,7 +89,7 @@ class _Shield:
     __slots__ = ("address", "forking", "found", "last", "main", "plan", "sigaction")
 
     def __init__(self) -> None:
-        # During a fork, what `_raise` has returned.
+        # During a fork in the main thread: the plan for it, and `last` before it.
         self.forking: tuple[tuple[Deferred, ...], Deferred | None] | None = None
         self.sigaction: Any = None  # the C library's, when it was needed
         self.address: int | None = None  # of Python's own C function for all signals
@@ -368,7 +368,8 @@ def _guard(begins: bool) -> None:
     if begins:
         last = _shield.last
         found = [*map(_get_handler, _SIGNALS)]
-        within = last is not None and found[_SIGNALS.index(last.signum)] is last
+        # As in `shielded`: a running shielded function has deferred them already.
+        within = last is not None and _get_handler(last.signum) is last
         plan = () if within else _shield.plan if found == _shield.found else _make_plan(found)
         _shield.forking = plan, last
         if plan:

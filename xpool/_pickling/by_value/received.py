@@ -345,16 +345,14 @@ def _define(key: Key, ident: int, code: bytes, defaults: Any, kwdefaults: Any, d
 
 
 def _module(name: str) -> Any:
-    if name not in sys.modules:
-        try:
-            return import_module(name)
-        except ModuleNotFoundError:
-            above, _, last = name.rpartition(".")
-            found = getattr(sys.modules.get(above), last, None)
-            if not is_attribute(found):
-                raise
-            return found
-    return sys.modules[name]
+    try:
+        return sys.modules.get(name) or import_module(name)
+    except ModuleNotFoundError:
+        above, _, last = name.rpartition(".")
+        found = getattr(sys.modules.get(above), last, None)
+        if not is_attribute(found):
+            raise
+        return found
 
 
 _MAKERS: dict[int, Callable[..., Any]] = {
