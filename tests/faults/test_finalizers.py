@@ -163,8 +163,9 @@ def test_a_finalizer_in_the_pools_thread(tmp_path, kind):
     assert ("submit", "RuntimeError") in told
 
 
-# A finalizer runs at every 67th instruction of the pool's code, in one of its threads.
+# A finalizer runs at every {step}th instruction of a part of xpool's code, in one of its threads.
 IN_A_CALL = """
+    import array
     import gc
     import sys
     import threading
@@ -172,6 +173,9 @@ IN_A_CALL = """
 
     def same(n):
         return n
+
+    def first(arrays):
+        return [one[0] for one in arrays]
 
     LATER = [
         lambda pool, n: pool.apply_async(same, (n,)).get,
@@ -204,7 +208,7 @@ IN_A_CALL = """
 
     def trace(frame, event, arg):
         global left
-        if "xpool" not in frame.f_code.co_filename.rpartition("/")[0]:
+        if {part!r} not in frame.f_code.co_filename.rpartition("/")[0]:
             return None
         frame.f_trace_opcodes = True
         if left and {thread!r} in threading.current_thread().name:
@@ -214,10 +218,7 @@ IN_A_CALL = """
         return trace
 
     CALLS = [
-        lambda: pool.apply(same, (1,)),
-        lambda: pool.apply_async(same, (1,)).get(),
-        lambda: pool.map(same, range(4)),
-        lambda: list(pool.imap(same, range(4))),
+        {calls}
     ]
     left, answers, refused, ended, uses = 0, [], [], [], {uses}
 
@@ -245,9 +246,17 @@ IN_A_CALL = """
                         assert get(60) in (n, [n]), (n, use)
                     if beyond or at > 6000:
                         break
-                    at += 67
+                    at += {step}
                 print(call(), expected == call())
         print(len(refused))
+"""
+
+
+CALLS = """
+        lambda: pool.apply(same, (1,)),
+        lambda: pool.apply_async(same, (1,)).get(),
+        lambda: pool.map(same, range(4)),
+        lambda: list(pool.imap(same, range(4))),
 """
 
 
@@ -260,6 +269,108 @@ def test_a_finalizer_submits_at_any_moment(tmp_path, kind, main):
     if kind == "ThreadPool" and not main:
         # If a thread that runs tasks waits for another task, other threads have to be free.
         thread, uses = "-worker", "LATER"
-    lines = script(tmp_path, IN_A_CALL.format(kind=kind, thread=thread, uses=uses))
+    text = IN_A_CALL.format(kind=kind, thread=thread, uses=uses, calls=CALLS, part="xpool", step=67)
+    lines = script(tmp_path, text)
     assert lines[:4] == ["1 True", "1 True", "[0, 1, 2, 3] True", "[0, 1, 2, 3] True"]
     assert (int(lines[4]) > 5) == (kind != "ThreadPool")
+
+
+ARRAYS = "lambda: first(pool.imap(same, [array.array('d', [n]) * 9000 for n in range(6)])),"
+
+
+@pytest.mark.parametrize("main", [True, False], ids=["in-the-caller", "in-a-thread-of-the-pool"])
+@pytest.mark.parametrize("kind", ["Pool", *also("P2PPool")])
+def test_a_finalizer_submits_while_shared_memory_changes(tmp_path, kind, main):
+    """The collector may run while memory for an array is taken or given back: the thread that
+    receives results waits for this."""
+    text = IN_A_CALL.format(
+        kind=kind,
+        thread="MainThread" if main else "-engine",
+        uses="[*LATER, *NOW]",
+        calls=ARRAYS,
+        part="xpool/_memory",
+        step=19,
+    )
+    lines = script(tmp_path, text)
+    assert lines[0] == "[0.0, 1.0, 2.0, 3.0, 4.0, 5.0] True"
+    assert int(lines[1]) > 5
+
+
+# While a finalizer has interrupted a call that holds the engine's lock, the pool's thread comes to
+# `{stop}`, and waits for this lock in `{wait}`.
+BETWEEN_TWO_LOCKS = """
+    import gc
+    import sys
+    import threading
+    import time
+    import xpool
+
+    inside, held, armed = threading.Event(), threading.Event(), False
+
+    def same(n):
+        return n
+
+    def two(n):
+        yield n
+        yield n
+
+    def names(thread):
+        frame, found = sys._current_frames()[thread], []
+        while frame is not None:
+            found.append(frame.f_code.co_name)
+            frame = frame.f_back
+        return found
+
+    class Proxy:
+        def __init__(self):
+            self.me = self
+
+        def __del__(self):
+            held.set()
+            while names(engine)[0] != "{wait}":
+                time.sleep(0.001)
+            answers.append(pool.imap(same, [7]))
+
+    def in_the_engine(frame, event, arg):
+        global armed, engine
+        name = threading.current_thread().name
+        if frame.f_code.co_name == "{stop}" and armed and name.endswith("-engine"):
+            armed, engine = False, threading.get_ident()
+            inside.set()
+            held.wait()
+
+    def in_the_caller(frame, event, arg):
+        if frame.f_code.co_name == "give_idle":
+            sys.settrace(None)
+            gc.collect()
+
+    if __name__ == "__main__":
+        gc.disable()
+        answers = []
+        threading.settrace(in_the_engine)
+        with xpool.{kind}(2) as pool:
+            pool.map(same, range(4))
+            armed = True
+            job = pool.{call}
+            inside.wait()
+            Proxy()
+            sys.settrace(in_the_caller)
+            print(pool.apply_async(same, [1]).get(), list(answers[0]), {value})
+"""
+
+
+@pytest.mark.parametrize("kind", ["Pool", *also("P2PPool")])
+@pytest.mark.parametrize(
+    ("stop", "wait", "call", "value"),
+    [
+        ("complete", "forget", "map_async(same, [5, 5])", "job.get()"),
+        ("ask", "submit", "imap(two, [5], yields=True)", "list(job)"),
+    ],
+    ids=["map", "yields"],
+)
+def test_a_finalizer_waits_for_no_thread_that_waits_for_its_own(
+    tmp_path, kind, stop, wait, call, value
+):
+    text = BETWEEN_TWO_LOCKS.format(kind=kind, stop=stop, wait=wait, call=call, value=value)
+    (line,) = script(tmp_path, text)
+    assert line == "1 [7] [5, 5]"

@@ -677,7 +677,7 @@ def _(patch):
             for worker in replacement._workers[: replacement._sched.size]:
                 if worker.state is WorkerStates.LAUNCHING:
                     worker.launching()
-                    return Launch(worker, None, None)
+                    return Launch(worker, replacement._maintenance)
         return found
 
     patch.setattr(Replacement, "next_missing", missing)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Generic, TypeVar
 
 from xpool._calls.options import TaskOptions
@@ -131,6 +131,9 @@ class Job:
 
     options = TaskOptions()
 
+    asks: Sequence[Any] = ()
+    """Tasks of a stream that `send_asks` submits."""
+
     progress: Progress | None = None
     """Shows how many items of the job are done."""
 
@@ -171,6 +174,10 @@ class Job:
 
     def fail(self, exc: BaseException | PickledResult) -> None:
         """Answer all unanswered tasks with ``exc``."""
+        raise NotImplementedError
+
+    def send_asks(self) -> None:
+        """Submit the tasks in `asks`, after `deliver`, whose caller holds a lock."""
         raise NotImplementedError
 
     def release(self) -> None:

@@ -92,7 +92,9 @@ class Engine:
             parts, self._direct, self._monitor, switchboard, options=options
         )
         self._on_end = options.on_end
-        self._postponed = Postponed(self.lock, self._reactor.wake)
+        turn = None if recipe.arena is None else recipe.arena.turn
+        self._postponed = Postponed(self.lock, self._reactor.wake, turn)
+        self.guards = [self.lock] if turn is None else [self.lock, turn]
         submission = self._submission = Submission(
             self._postponed, self.sched, self._monitor, self._replacement, self._direct
         )
@@ -114,7 +116,7 @@ class Engine:
             self._reactor.nudge()
 
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
-        if self.lock._is_owned():  # in a finalizer: a number is needed now, and changes no more
+        if self._postponed.here():  # a number is needed now, and changes no more
             return self._monitor.learn(mode, payload)
         with self.lock:
             self._direct.end_turns()
@@ -153,8 +155,8 @@ class Engine:
         return self.sched.sizes.cost
 
     def _locked(self) -> Any:
-        """Return the lock, or raise `RuntimeError` in a finalizer that interrupts its holder."""
-        if self.lock._is_owned():
+        """Return the lock, or raise `RuntimeError` in a finalizer that must not wait for it."""
+        if self._postponed.here():
             raise RuntimeError(INSIDE)
         return self.lock
 
@@ -341,7 +343,8 @@ class Engine:
     def after_fork_in_child(self) -> None:
         """Forget the parent's workers, whose descriptors are closed here already."""
         # A thread of the parent may have held the lock.
-        self.lock = self._postponed.lock = self._submission.lock = threading.RLock()
+        self.lock = self._submission.lock = threading.RLock()
+        self._postponed.lock = self._postponed.turn = self.lock
         self._replacement.ending = True
         # These change no descriptor, because the child shares the epoll with its parent.
         self._monitor.clear()
@@ -408,8 +411,9 @@ class Engine:
 
     def wake(self) -> None:
         """Make the engine's thread check the clock and the pool's state again."""
-        with self.lock:
-            self._reactor.wake()
+        if not self._postponed(self._reactor.wake):
+            with self.lock:
+                self._reactor.wake()
 
     def drop(self) -> None:
         """Note that the pool is gone.  Called by the garbage collector, so it takes no lock."""

@@ -44,7 +44,8 @@ def private_memory(pid: int) -> int:
 class ArenaMaintenance:
     """The arena's attachments, one for each process of workers, and the times of its trims.
 
-    Called with the engine's lock held, except `after_turn` and `end`, which may take milliseconds.
+    Called with the engine's lock held, except `after_turn` and `end`, which may take milliseconds,
+    and `take_attachment`, which waits for the arena's turn.
     """
 
     def __init__(self, arena: Arena | None, reactor: Reactor) -> None:

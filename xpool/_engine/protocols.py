@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class WorkerBackend(Protocol):
     """The workers of a pool.  While the pool's thread waits, it refers to them, not to the pool."""
 
-    lock: Any
-    """A reentrant lock.  A finalizer that has interrupted its holder must not wait for the pool."""
+    guards: list[Any]
+    """Reentrant locks.  A finalizer that has interrupted a holder must not wait for the pool."""
 
     dropped: bool
     """Whether the pool is gone, so that the workers must end."""

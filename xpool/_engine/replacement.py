@@ -21,12 +21,11 @@ from xpool._engine.jobs.scheduler import Batch
 from xpool._engine.jobs.states import EndKind, RestartPolicy, WorkerStates
 from xpool._engine.launch import Handle
 from xpool._engine.ledger import WorkerEnd
-from xpool._engine.memory import EngineParts
+from xpool._engine.memory import ArenaMaintenance, EngineParts
 from xpool._engine.monitor import DirectReceive, WorkerMonitor
 from xpool._engine.reactor import Alarms
 from xpool._engine.switchboard import Switchboard
 from xpool._engine.worker_process import Channel, WorkerProcess
-from xpool._memory.arena import Arena
 from xpool._wire.wire import Refusal, boot_frame
 from xpool.errors import (
     DeviceError,
@@ -82,12 +81,15 @@ class End(NamedTuple):
         return cls(kind, exitcode, failed, served, story)
 
 
-class Launch(NamedTuple):
-    """The start of a process: decided and recorded under the engine's lock, run without it."""
+class Launch:
+    """The start of a process: decided and recorded under the engine's lock, run without it.
 
-    worker: WorkerProcess  # represents all workers of the process
-    arena: Arena | None
-    attachment: int | None
+    ``worker`` represents all workers of the process.  ``attachment``: of the process, when it runs.
+    """
+
+    def __init__(self, worker: WorkerProcess, maintenance: ArenaMaintenance) -> None:
+        self.worker, self._maintenance = worker, maintenance
+        self.attachment: int | None = None
 
     def run(self) -> tuple[Handle, list[Channel], list[bytes]]:
         """Start the process; return it, with a channel and the first message for each worker.
@@ -98,10 +100,11 @@ class Launch(NamedTuple):
             Exception: of any type, if it cannot be started; nothing is left over.
         """
         workers = self.worker.workers
+        arena, self.attachment = self._maintenance.take_attachment()
         configs = [
             one.recipe.config(one.index, one.generation + 1, self.attachment) for one in workers
         ]
-        return *self.worker.launch(self.arena), configs
+        return *self.worker.launch(arena), configs
 
 
 class Replacement:
@@ -172,10 +175,9 @@ class Replacement:
             return None
         if not self._untold.isdisjoint(worker.workers):
             return None  # `told` makes the place due later
-        arena, attachment = self._maintenance.take_attachment()
         for one in worker.workers:
             one.launching()
-        return Launch(worker, arena, attachment)
+        return Launch(worker, self._maintenance)
 
     def launched(
         self, launch: Launch, handle: Handle, channels: list[Channel], configs: list[bytes]

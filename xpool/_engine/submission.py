@@ -24,16 +24,22 @@ class Postponed:
     """Calls that finalizers make while the engine cannot take them.
 
     The garbage collector may call a finalizer in the thread that holds the engine's reentrant lock,
-    while the engine's tables are half changed.
+    while the engine's tables are half changed; or in a turn of the arena (``turn`` is its lock),
+    for which the holder of the engine's lock may wait.
     """
 
-    def __init__(self, lock: Any, wake: Callable[[], object]) -> None:
+    def __init__(self, lock: Any, wake: Callable[[], object], turn: Any = None) -> None:
         self.lock, self._wake = lock, wake
+        self.turn = lock if turn is None else turn
         self._calls: deque[partial[Any]] = deque()
 
+    def here(self) -> bool:
+        """Whether this is a finalizer that must not wait for the engine's lock."""
+        return bool(self.lock._is_owned() or self.turn._is_owned())
+
     def __call__(self, call: Callable[..., object], *args: Any) -> bool:
-        """If this thread holds the lock, have the engine's thread make a call, and return True."""
-        if not self.lock._is_owned():
+        """In such a finalizer, have the engine's thread make a call, and return True."""
+        if not self.lock._is_owned() and not self.turn._is_owned():
             return False
         self._calls.append(partial(call, *args))
         self._wake()
@@ -155,7 +161,7 @@ class Submission:
     def put_direct(
         self, number: int, payload: bytes | memoryview, bound: int | None, terms: Terms
     ) -> WorkerProcess | None:
-        if self.lock._is_owned():
+        if self.lock._is_owned() or self._postponed.turn._is_owned():
             self.submit(TaskRange(CALLS, 0, number, (payload,), bound, terms))
             return None
         with self.lock:

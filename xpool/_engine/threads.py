@@ -297,7 +297,7 @@ class ThreadWorkers:
         self._ending = False
         self.held = HeldTasks(self.tasks, self._signal)
         self._places = Places()
-        self.lock = self._places.lock
+        self.guards: list[Any] = [self._places.lock]
         self._pause = 0.0  # until this time, empty places stay empty
 
     def start_missing(self) -> None:

@@ -63,6 +63,7 @@ class HostEngine:
     ) -> None:
         # Guards the fields below; reentrant, as the local engine's.
         self.lock: Any = threading.RLock()
+        self.guards = [self.lock]
         self.dropped = False  # the pool was collected; set without the lock
         self._events = queue.SimpleQueue() if events is None else events
         self._postponed = Postponed(self.lock, self.wake)

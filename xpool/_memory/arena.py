@@ -162,7 +162,7 @@ class Arena(Holds):
     @shielded
     def begin(self) -> None:
         """Record that a pool of this process uses the arena."""
-        with self._turn:
+        with self.turn:
             self._engines += 1
             self._vacant.discard(self.attachment)
         self._catch_up()
@@ -170,7 +170,7 @@ class Arena(Holds):
     @shielded
     def end(self) -> None:
         """Record the end of a pool.  After the last one, give back all free memory at once."""
-        with self._turn:
+        with self.turn:
             self._engines -= 1
             last = not self._engines
             if last:
@@ -182,7 +182,7 @@ class Arena(Holds):
     @shielded
     def take_attachment(self) -> int | None:
         """Return an attachment for a new process, or None if all are taken."""
-        with self._turn:
+        with self.turn:
             found = None
             for attachment in reversed(self._attachments):
                 if layout.claim(self.file, self.file.fd, attachment, foreign=False):
@@ -203,7 +203,7 @@ class Arena(Holds):
         """
         if layout.taken(self.file.fd, attachment):
             # The process has messages in queues, which still need its holds.
-            with self._turn:
+            with self.turn:
                 self._pending_reclaim.add(attachment)
             return
         # Needs no lock, because the only writer of this column is dead.
@@ -213,12 +213,12 @@ class Arena(Holds):
             table = self.file.table(attachment)
         except ValueError:
             return  # the table was overwritten, so its blocks are unknown, and no process gets it
-        with self._turn:
+        with self.turn:
             self._vacant.add(attachment)
             self._left.update(entry.number for entry in table if entry.filled)
         self._sweep()
         # Appended last: a new process may get it only after the blocks left were recorded.
-        with self._turn:
+        with self.turn:
             self._attachments.append(attachment)
         self._catch_up()
 
@@ -227,7 +227,7 @@ class Arena(Holds):
         left = list(self._left)
         # Done in several turns, so that a thread that leases a block waits for at most one of them.
         for start in range(0, len(left), _AT_ONCE):
-            with self._turn:
+            with self.turn:
                 for number in left[start : start + _AT_ONCE]:
                     if number // ENTRIES not in self._vacant:
                         self._left.discard(number)  # a new process owns the block
@@ -260,9 +260,9 @@ class Arena(Holds):
         Returns None if the system has no memory, or if the program would use more than ``limit``
         bytes of shared memory (None: the arena's own limit).
         """
-        if is_mine(self._turn):
+        if is_mine(self.turn):
             return None  # this is a signal handler or finalizer that interrupts a turn
-        with self._turn:
+        with self.turn:
             self._take_dropped()
             most = self.limit if limit is None else limit
             # Dead processes are cleared only if necessary: each needs a system call.
@@ -286,7 +286,7 @@ class Arena(Holds):
 
         ``now`` is as `time.monotonic`; None: now.  Returns whether a later call may give back more.
         """
-        if is_mine(self._turn):
+        if is_mine(self.turn):
             return True  # as in `lease`
         before = (time.monotonic() if now is None else now) - IDLE_SECONDS
         more = True
@@ -295,10 +295,10 @@ class Arena(Holds):
         ):
             self._pending_reclaim.discard(attachment)
             self.reclaim(attachment)
-        with self._turn:
+        with self.turn:
             self._look_for_free()
         while more:
-            with self._turn:
+            with self.turn:
                 more = self._region.give_back(before)
         self._sweep()
         self._catch_up()
@@ -318,8 +318,8 @@ class Arena(Holds):
     def statistics(self) -> dict[str, int]:
         """Return four counts: the ``bytes`` that the program uses, the ``blocks`` that this process
         has made, how many of these are held (``out``), and how many blocks it holds (``held``)."""
-        interrupts = is_mine(self._turn)
-        with self._turn:
+        interrupts = is_mine(self.turn)
+        with self.turn:
             if not interrupts:
                 self._look_for_free()
             found = {
@@ -363,10 +363,10 @@ _forking: dict[int, list[tuple[Arena, int, int]]] = {}  # by thread
 def _before_fork() -> None:
     turns = _forking[get_ident()] = []
     for arena in list(Arena._known.values()):
-        if is_mine(arena._turn):
+        if is_mine(arena.turn):
             continue  # this is a signal handler that interrupts a turn
         # Held during the fork, so that the child copies consistent counts.
-        arena._turn.acquire()
+        arena.turn.acquire()
         arena._unpin()
         arena._take_dropped()
         arena._part()
@@ -386,7 +386,7 @@ def _after_fork_in_parent() -> None:
             os.close(w)
         if arena._counts:
             arena._pin(r)
-        arena._turn.release()
+        arena.turn.release()
         arena._catch_up()
 
 
@@ -399,7 +399,7 @@ def _after_fork_in_child() -> None:
     for arena in Arena._known.values():
         arena._pins.close()
         # A new lock, because no thread of the child would release the copy of the held one.
-        arena._turn = threading.RLock()
+        arena.turn = threading.RLock()
         arena.__class__ = _Inherited
     Arena._known = {}
     Arena._own = None

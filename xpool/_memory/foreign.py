@@ -135,7 +135,7 @@ class ForeignArena(Arena):
         The caller holds `passing`, which a thread also needs to hold a block here.
         """
         self.trim()
-        with self._turn:
+        with self.turn:
             orphaned = self.orphaned
             if self._counts or self._pins or (self._was_used and not orphaned):
                 self._was_used = bool(self._counts)

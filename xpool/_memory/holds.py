@@ -356,7 +356,7 @@ class Holds:
         self._mine = file.holds(attachment)
         # Guards the next four.  Reentrant: a signal handler or a finalizer may interrupt a turn of
         # its own thread.  It finds out by `is_mine`, and then does not change the counts.
-        self._turn = threading.RLock()
+        self.turn = threading.RLock()
         self._counts: dict[int, int] = {}  # number of holds on each block
         # The blocks that this process has held, by offset.  An entry keeps its place for ever.
         self._numbers: dict[int, int] = {}
@@ -414,14 +414,14 @@ class Holds:
 
     def _hold_again(self, number: int) -> Block:
         """Hold a block that this process or another one holds."""
-        if is_mine(self._turn):
+        if is_mine(self.turn):
             # The caller interrupts a turn, after which the hold is counted.
             place = self._place(number)
             self._numbers[place[0]] = number
             self._late.append(number)
             self._mine[number] = 1
             return self._block(number, *place)
-        with self._turn:
+        with self.turn:
             block = self._hold(number)
         self._catch_up()
         return block
@@ -468,7 +468,7 @@ class Holds:
 
         This never waits: a thread that is in a turn meanwhile calls this at the end of that turn.
         """
-        turn = self._turn
+        turn = self.turn
         while (self._dropped or self._late) and not is_mine(turn) and turn.acquire(False):
             try:
                 self._take_dropped()
@@ -526,7 +526,7 @@ class Holds:
             MemoryError: the system refuses to map the memory again.
         """
         number = block.number
-        with self._turn:
+        with self.turn:
             if number in self._apart:
                 offset, capacity = self._apart[number]
                 view, at = block.view(capacity), 0

@@ -159,7 +159,7 @@ class BasePool(PublicVerbs, Hooks):
             is_set_up = True
             if self._backend is not None:
                 self._jobs.waker = _waker(self._backend)
-                self._jobs.guards.append(self._backend.lock)
+                self._jobs.guards += self._backend.guards
             interruptibly(self.repopulate_pool)
             ref = weakref.ref(self)
             thread = PromptThread(

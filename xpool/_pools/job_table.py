@@ -43,7 +43,9 @@ class JobTable:
         self.hooked = HOOKED
         # Where an engine puts answers; None: `pool_outqueue_get` returns them.
         self.results: deque[Result] | None = None
-        # Held while a result is delivered: by the engine's thread, or by a caller that receives.
+        # Held while a job takes an answer: by the engine's thread, or by a caller that receives.
+        # Its holder waits for no other lock, because a finalizer may wait for this one while its
+        # thread has any other lock of the pool.
         self._delivering = threading.RLock()
         # Answers wait for the holder of one of these, so it must not wait for an answer.  They are
         # reentrant, so that a finalizer which has interrupted the holder can submit tasks.
@@ -114,6 +116,7 @@ class JobTable:
         ``completes``: if this answers the job of a future, return it, to be completed by the
         caller.
         """
+        wrong, answered = "", False
         with self._delivering:
             job = self.unanswered.get(number)
             if job is None:
@@ -121,29 +124,38 @@ class JobTable:
                     raise TypeError(f"{self.hooked} {number!r} as the number of a job, not an int")
                 return None
             # Else a result would be lost, or `imap` would wait for one that never comes.
-            if self.hooked and (wrong := job.misfit(index, ok, value)):
-                self.fail([job], RuntimeError(f"{self.hooked} {wrong}"))
-                return None
-            if ok:
-                self.counts["succeeded"] += value.count if isinstance(value, PickledResult) else 1
-            else:
-                self.counts["failed"] += 1
-                if isinstance(value, Carried):
-                    value = value.exc
-                elif not isinstance(value, (PickledResult, Unopened)):
-                    value = error_of(value)
-            if job.deliver(index, ok, value):
-                if completes and job.is_future:
-                    return job
-                self.complete(job)
+            if not self.hooked or not (wrong := job.misfit(index, ok, value)):
+                if ok:
+                    count = value.count if isinstance(value, PickledResult) else 1
+                    self.counts["succeeded"] += count
+                else:
+                    self.counts["failed"] += 1
+                    if isinstance(value, Carried):
+                        value = value.exc
+                    elif not isinstance(value, (PickledResult, Unopened)):
+                        value = error_of(value)
+                if answered := job.deliver(index, ok, value):
+                    if completes and job.is_future:
+                        return job
+                    if job.reserved:
+                        return None  # the thread that has reserved it completes it
+                elif not job.asks:
+                    return None
+        if wrong:
+            self.fail([job], RuntimeError(f"{self.hooked} {wrong}"))
+        elif answered:
+            self.complete(job)
+        else:
+            job.send_asks()
         return None
 
     def advance(self, number: int, step: Callable[[Any], bool]) -> None:
         """Call ``step`` with an unanswered stream; it returns whether the stream is answered."""
         with self._delivering:
             job = self.unanswered.get(number)
-            if job is not None and step(job):
-                self.complete(job)
+            if job is None or not step(job):
+                return
+        self.complete(job)
 
     def submitted(self, tasks: int) -> None:
         """Count tasks of a job that has entered."""
@@ -158,11 +170,10 @@ class JobTable:
 
     def complete(self, job: Job, call_back: bool = True) -> None:
         """Have the callback of an answered job called; if it has none, or without ``call_back``,
-        remove the job and release its callers."""
+        remove the job and release its callers.  Called without `_delivering`."""
         if call_back and job.has_callback:
             assert isinstance(job, AsyncResult)
-            if not job.reserved:
-                (self.callbacks.futures if job.is_future else self.callbacks.program).add(job)
+            (self.callbacks.futures if job.is_future else self.callbacks.program).add(job)
             return
         if job.drop_function is not None:
             job.drop_function()
@@ -213,7 +224,9 @@ class JobTable:
                 failed += 1
                 job.fail(_own(exc))
                 self.counts["failed"] += 1
-                self.complete(job, call_back or job.is_future)
+                if job.reserved:
+                    continue
+            self.complete(job, call_back or job.is_future)
         return failed
 
     # -- ending ------------------------------------------------------------------------------------

@@ -59,23 +59,29 @@ class _Begun:
     """A generator that was begun, as the pool knows it.
 
     ``given``: number of its values that have arrived.  ``asked``: number of values that are asked
-    for, since the time ``since``.  ``most_asked``: the limit of ``asked``.  ``place``: its worker.
+    for, since the time ``since``.  ``most_asked``: the limit of ``asked``.  ``latest``: the range
+    of the last tasks, which the engine has bound to a worker; before it, ``first_place`` names one.
     ``early``: answers that came before the answer of an earlier value, by the value's number.
     ``held``: answers that wait until all earlier generators have ended.
     """
 
     __slots__ = (
-        "asked", "early", "ended", "given", "held",
-        "item", "most_asked", "number", "place", "since",
+        "asked", "early", "ended", "first_place", "given", "held",
+        "item", "latest", "most_asked", "number", "since",
     )  # fmt: skip
 
     def __init__(self, number: int, item: Any, place: int | None) -> None:
-        self.number, self.item, self.place = number, item, place
+        self.number, self.item, self.first_place = number, item, place
+        self.latest: TaskRange | None = None
         self.asked = self.given = 0
         self.most_asked, self.since = 1, 0.0
         self.ended = False
         self.held: deque[tuple[_Answer, int]] = deque()  # with their weights
         self.early: dict[int, tuple[bool, Any]] = {}
+
+    @property
+    def place(self) -> int | None:
+        return self.first_place if self.latest is None else self.latest.bound
 
 
 class _OfProcesses:
@@ -114,12 +120,15 @@ class _OfProcesses:
             payload = encode(self._task(Ask(one.number, one.given, one.item, True)))
         else:
             payload = one.item[one.given > 0]
+            one.item = None, one.item[1]  # the first payload may hold blocks
         self._engine.sent(payload)
-        task_range = self._range.beside(index, [payload] * count, one.place)
-        self._engine.submit(task_range)
-        one.place = task_range.bound
-        if not self._again and not one.given:
-            one.item = None, one.item[1]  # the payload may hold blocks
+        # Set before, because the next tasks may be asked for before `submit` has returned.
+        one.latest = self._range.beside(index, [payload] * count, one.place)
+        self._engine.submit(one.latest)
+
+    def withdraw(self, job: YieldStream) -> None:
+        """Drop the tasks of a job that has ended."""
+        self._engine.withdraw(job.number)
 
     def close(self, index: int, one: _Begun) -> None:
         """Submit a task that closes a generator one of whose values could not be sent."""
@@ -144,7 +153,7 @@ class _OfThreads:
         self, job: YieldStream, submitter: ThreadSubmitter, work: Work, yielding: Yielding
     ) -> None:
         self._pool, self._job, self._yielding = submitter._pool, job.number, yielding
-        self._call, self._func = work.call, work.func
+        self._call, self._func, self._withdraw = work.call, work.func, submitter.withdraw
 
     def pack(self, item: Any) -> tuple[Any, int | None]:
         return item[1], None
@@ -154,6 +163,9 @@ class _OfThreads:
         if pool is not None:
             task = self._func, Ask(one.number, one.given, one.item)
             pool.pool_inqueue_put((self._job, index, self._call, task, {}))
+
+    def withdraw(self, job: YieldStream) -> None:
+        self._withdraw(job)
 
     def close_all(self, begun: Iterable[_Begun]) -> None:
         self._yielding.close()
@@ -168,8 +180,8 @@ class YieldStream(Stream):
     """The job of an `imap` with ``yields=True``.
 
     A task of it asks for a value, and its index says nothing of the item.  `_lock` guards all
-    fields; it is taken before the engine's.  ``most``: most values ahead of the consumer.
-    ``counts`` adds tasks to the pool's count of submitted ones.
+    fields; its holder waits for no other lock, so `send_asks` submits the tasks later.  ``most``:
+    most values ahead of the consumer.  ``counts`` adds tasks to the pool's count of submitted ones.
     """
 
     numbered = False  # whether a task is a pair of the item's number and the `Ask`
@@ -194,6 +206,8 @@ class YieldStream(Stream):
         self._ordered, self._size, self._most = iterator.ordered, size, most
         self._room = room_for_results()
         self._asks: dict[int, tuple[_Begun, int]] = {}  # by index: and the number of the value
+        # Tasks to be submitted: the index of the first, and how many; 0: close the generator.
+        self.asks: deque[tuple[int, _Begun, int]] = deque()
         self._next_ask = 0
         self._begun: dict[int, _Begun] = {}  # not ended or not passed on, in the order of the items
         self._open = 0  # number of generators that have not ended
@@ -232,6 +246,7 @@ class YieldStream(Stream):
         with self._lock:
             if not self.settled:
                 self._ask(self._enter(number, packed, place), 1)
+        self.send_asks()
 
     def enter_failed(self, number: int) -> int:
         """Enter an item whose generator cannot be begun; return the index of its answer."""
@@ -251,11 +266,25 @@ class YieldStream(Stream):
         first = self._next_ask
         for i in range(count):
             self._asks[first + i] = one, one.given + i
-        if one.given:
-            self._counts(count)  # the first task of each item is counted at the end of the input
         one.asked, one.since = count, time.monotonic()
         self._next_ask += count
-        self.asking.ask(first, one, count)
+        self.asks.append((first, one, count))
+
+    def send_asks(self) -> None:
+        while self.asks:
+            try:
+                first, one, count = self.asks.popleft()
+            except IndexError:  # another thread has taken the last one
+                break
+            if not count:
+                assert isinstance(self.asking, _OfProcesses)
+                self.asking.close(first, one)
+            elif not self.settled:
+                if one.given:
+                    self._counts(count)  # the first task of an item is counted with the input
+                self.asking.ask(first, one, count)
+                if self.settled:  # meanwhile, perhaps after its tasks were withdrawn
+                    self.asking.withdraw(self)
 
     def _room_for(self, is_later: bool, most: int) -> int:
         """Return how many values a generator that is not asked for any may be asked for.
@@ -311,6 +340,7 @@ class YieldStream(Stream):
         with self._lock:
             if not self.settled:
                 self._ask_more()
+        self.send_asks()
         self.flow.handed_out()
 
     # -- answers -----------------------------------------------------------------------------------
@@ -385,11 +415,10 @@ class YieldStream(Stream):
                 self.progress.add(1)
             if answer is not None and isinstance(answer.value, PickledResult):
                 # The worker is alive, and has the generator if only its value cannot be sent.
-                assert isinstance(self.asking, _OfProcesses)
                 self._asks[self._next_ask] = one, one.given
                 one.asked += 1
+                self.asks.append((self._next_ask, one, 0))
                 self._next_ask += 1
-                self.asking.close(self._next_ask - 1, one)
             self._go_on()
 
     def _pass_on(self, one: _Begun, answer: _Answer, weight: int) -> None:
@@ -492,6 +521,7 @@ def _prepare(
     forget = job.drop_function
 
     def end_of_job() -> None:
+        job.send_asks()
         if forget is not None:
             forget()
         job.close_generators()
