@@ -374,3 +374,61 @@ def test_a_finalizer_waits_for_no_thread_that_waits_for_its_own(
     text = BETWEEN_TWO_LOCKS.format(kind=kind, stop=stop, wait=wait, call=call, value=value)
     (line,) = script(tmp_path, text)
     assert line == "1 [7] [5, 5]"
+
+
+# A finalizer runs while a class is pickled, and another thread pickles globals with such a class.
+WHILE_A_CLASS_IS_PICKLED = """
+    import gc
+    import sys
+    import threading
+    import time
+    import xpool
+
+    class Proxy:
+        def __init__(self):
+            self.me = self
+
+        def __del__(self):
+            other.start()
+            # Where it waits for a lock that this thread holds.
+            while sys._current_frames()[other.ident].f_code.co_name not in WAITS:
+                time.sleep(0.001)
+            answers.append(pool.apply_async(abs, (-1,)))
+
+    class Collects:
+        def __reduce__(self):
+            gc.collect()
+            return Collects, ()
+
+    def with_attribute(value):
+        class Own:
+            attribute = value
+
+        return Own()
+
+    WAITS = ["preface", "definition_of"]
+    one = with_attribute(1)
+
+    def name_of_one():
+        return type(one).__name__
+
+    def name(value):
+        return type(value).__name__
+
+    if __name__ == "__main__":
+        gc.disable()
+        answers = []
+        with xpool.{kind}(2) as pool:
+            pool.map(abs, range(4))
+            other = threading.Thread(target=lambda: answers.append(pool.apply_async(name_of_one)))
+            Proxy()
+            print(pool.apply(name, (with_attribute(Collects()),)))
+            other.join()
+            print(*sorted(str(one.get()) for one in answers))
+"""
+
+
+@pytest.mark.parametrize("kind", ["Pool", *also("P2PPool")])
+def test_a_finalizer_submits_while_two_threads_pickle_classes(tmp_path, kind):
+    lines = script(tmp_path, WHILE_A_CLASS_IS_PICKLED.format(kind=kind))
+    assert lines == ["Own", "1 Own"]

@@ -60,9 +60,12 @@ class ClassEntry:
         self.definitions: dict[bool, Definition] = {}
 
 
-# Guards the tables below.  Held while a definition is written or loaded, so that no thread sees an
-# incomplete class.  Reentrant, because definitions contain definitions.
 lock = threading.RLock()
+"""Guards the tables below, and the books of `sent`.  Held while a definition is written or loaded,
+so that no thread sees an incomplete class, and while globals are pickled, so that two threads do
+not give one value two numbers.  One lock for both: globals contain classes, and pickling runs code
+of the program, perhaps of a finalizer, that may send globals while a definition is written.  For
+the same reasons reentrant."""
 _by_id: dict[int, ClassEntry] = {}
 _by_token: dict[str, ClassEntry] = {}
 _gone: deque[tuple[int, ClassEntry]] = deque()

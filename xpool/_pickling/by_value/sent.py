@@ -20,7 +20,6 @@ import copyreg
 import os
 import pickle
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Collection
@@ -208,7 +207,7 @@ class Book:
             if holds and now is last and not more:
                 state = fresh.get(frozenset(names))
         if state is None:
-            with _lock:
+            with registry.lock:
                 if noted is not self._noted:  # another thread has changed it since then
                     known = holds = False
                 state = self._state(frozenset(names), layout, now, known, holds)
@@ -271,7 +270,7 @@ class Book:
         known: bool,
         holds: bool,
     ) -> State:
-        """Return the state for a message that uses these names.  The caller holds `_lock`.
+        """Return the state for a message that uses these names.  The caller holds `registry.lock`.
 
         ``known``: whether there are the same globals and calls as before.  ``holds``: whether
         those that are compared without the lock are the same.
@@ -764,11 +763,7 @@ class _Program:
         return NotImplemented
 
 
-# Guards books.  Also held while values are pickled, so that two threads do not give one value two
-# numbers.  Reentrant, because pickling runs code that may send an object.
-_lock = threading.RLock()
 reducers.script = _Program()
 
 
-at_fork.renew(globals(), _lock=threading.RLock)
 at_fork.renew(vars(reducers), script=_Program)  # a child is another sender
