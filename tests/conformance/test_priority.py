@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support import work
 from support.tiers import also
-from support.waiting import eventually
+from support.waiting import Gate, eventually
 
 from xpool import P2PPool, PoolClosed, TaskCancelled, TaskTimeout, ThreadPool
 from xpool._engine.threads import HeldTask
@@ -145,14 +145,32 @@ def is_again(entry):
     return isinstance(entry, HeldTask) and entry.options.terms.tries > 0
 
 
+def fail_first(path: str, box: str, gate: str, x: object) -> object:
+    """Log a line; at the first call, post, wait at the gate and raise."""
+    work.log_line(path, "ran")
+    if len(order(Path(path))) == 1:
+        work.post_and_gate(box, gate)
+        raise OSError("not yet")
+    return x
+
+
+@pytest.fixture
+def early_gate(tmp_path, nothing_leaks):
+    barrier = Gate(tmp_path / "early-gate")
+    yield barrier
+    barrier.close()
+
+
 @pytest.mark.parametrize("priority", [1, 0, *also(-1)])
-def test_a_retry_keeps_the_priority(kind, make_pool, mailbox, gate, log, priority):
+def test_a_retry_keeps_the_priority(kind, make_pool, mailbox, early_gate, gate, log, priority):
     """A task that has failed goes before all waiting tasks of its priority, and of lower ones."""
     pool, path = make_pool(kind, 1), str(log)
-    task = work.raise_times, (path, 1, OSError, "again")
+    task = fail_first, (path, mailbox.path, early_gate.path, "again")
     again = pool.apply_async(*task, retries=1, retry_on=OSError, priority=priority)
-    eventually(lambda: log.exists() and log.read_text(), "it has run once")
-    holder = Holder(pool, mailbox, gate)
+    mailbox.line()  # it runs now, and fails when the next task is submitted, which holds the worker
+    held = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path), priority=2)
+    early_gate.open()
+    mailbox.line()
     low = pool.map_async(partial(work.logged, path), range(3), 1, priority=min(priority, 0))
     if hasattr(pool, "_engine"):
         later = pool._engine.sched.later
@@ -160,8 +178,8 @@ def test_a_retry_keeps_the_priority(kind, make_pool, mailbox, gate, log, priorit
         eventually(lambda: later.next() is None, "the pause is over")
     else:
         eventually(lambda: any(map(is_again, waiting_in(pool._threads.tasks))), "the pause is over")
-    holder.let_go()
-    assert again.get() == "again" and low.get() == [0, 1, 2]
+    gate.open()
+    assert held.get() is None and again.get() == "again" and low.get() == [0, 1, 2]
     assert order(log) == ["ran", "ran", "0", "1", "2"]
 
 
