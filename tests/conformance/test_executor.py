@@ -154,6 +154,49 @@ def test_shutdown(to_end):
     to_end.shutdown()
 
 
+def test_a_call_that_is_pickled_for_long(tmp_path):
+    """It delays no other call, no `shutdown` and no end of a forked child."""
+    out = scripts.program(
+        tmp_path,
+        """
+        import os
+        import sys
+        import threading
+        import warnings
+        import xpool
+
+        warnings.simplefilter("ignore")  # tasks do not use the events; a child of a fork has threads
+        inside, go = threading.Event(), threading.Event()
+
+        class Slow:
+            def __reduce__(self):
+                inside.set()
+                go.wait()
+                return Slow, ()
+
+        def name(value):
+            return type(value).__name__
+
+        if __name__ == "__main__":
+            made = xpool.Executor(2)
+            slow = []
+            thread = threading.Thread(target=lambda: slow.append(made.submit(name, Slow())))
+            thread.start()
+            inside.wait()
+            print(made.submit(abs, -1).result(), flush=True)
+            child = os.fork()
+            if not child:
+                sys.exit()  # its exit handlers shut executors down
+            print(os.waitpid(child, 0)[1])
+            made.shutdown(wait=False)
+            go.set()
+            thread.join()
+            print(slow[0].result())
+        """,
+    )
+    assert out.split() == ["1", "0", "Slow"]
+
+
 def test_cancel():
     """A waiting call can be cancelled and never runs; a running call cannot be cancelled."""
     with ThreadPool(1) as pool:

@@ -9,7 +9,6 @@ import itertools
 import logging
 import os
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -290,10 +289,8 @@ class PoolExecutor(concurrent.futures.Executor):
 
     def __init__(self, pool: PublicVerbs) -> None:
         self._pool = pool
-        # Guards `_over`: no call is submitted after `shutdown` has listed the unfinished ones.
-        # Reentrant: code that runs while arguments are pickled may submit, and so may a signal
-        # handler.
-        self._lock = threading.RLock()
+        # Without a lock: arguments are pickled by code that may take long, or wait for another
+        # call.  So `shutdown` may miss a call that another thread is submitting.
         self._over = False
         _executors.add(self)
         _finish_at_exit()
@@ -327,16 +324,20 @@ class PoolExecutor(concurrent.futures.Executor):
             RuntimeError: the executor was shut down.
             concurrent.futures.BrokenExecutor: the pool has failed, or was closed.
         """
-        with self._lock:
-            if self._over:
-                raise RuntimeError(_FINISHED)
-            try:
-                future = submit(self._pool, fn, args, kwargs)
-            except PoolClosed as error:
-                raise concurrent.futures.BrokenExecutor(str(error)) from error
-            if (job := future._job) is not None:  # else the future is completed
-                job.owner = self
-            return future
+        if self._over:
+            raise RuntimeError(_FINISHED)
+        try:
+            future = submit(self._pool, fn, args, kwargs)
+        except PoolClosed as error:
+            raise self._closed(error) from error
+        if (job := future._job) is not None:  # else the future is completed
+            job.owner = self
+        return future
+
+    def _closed(self, error: PoolClosed) -> Exception:
+        if self._over:  # by another thread, during the call
+            return RuntimeError(_FINISHED)
+        return concurrent.futures.BrokenExecutor(str(error))
 
     def map(
         self,
@@ -369,17 +370,16 @@ class PoolExecutor(concurrent.futures.Executor):
         # As in the standard executors, items are drawn before this returns.
         drawn = list(itertools.islice(rows, ahead))
         given: Iterable[Any] = drawn if ahead is None else itertools.chain(drawn, rows)
-        with self._lock:
-            if self._over:
-                raise RuntimeError(_FINISHED)
-            try:
-                work = Work(fn, starred=True)
-                options = options_of(self._pool, ManyOptions, {}, False)
-                results = imap(self._pool, IMapIterator, work, given, size, ahead, options)
-            except PoolClosed as error:
-                raise concurrent.futures.BrokenExecutor(str(error)) from error
-            assert results.cancelling is not None
-            results.cancelling[0].owner = self
+        if self._over:
+            raise RuntimeError(_FINISHED)
+        try:
+            work = Work(fn, starred=True)
+            options = options_of(self._pool, ManyOptions, {}, False)
+            results = imap(self._pool, IMapIterator, work, given, size, ahead, options)
+        except PoolClosed as error:
+            raise self._closed(error) from error
+        assert results.cancelling is not None
+        results.cancelling[0].owner = self
         return _results(results, iter(given if ahead else ()), timeout, deadline)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -389,9 +389,8 @@ class PoolExecutor(concurrent.futures.Executor):
             wait: return after all submitted calls have finished and the workers have ended.
             cancel_futures: cancel the futures that no worker runs yet, and each unfinished `map`.
         """
-        with self._lock:
-            self._over = True
-            jobs = self._unanswered()
+        self._over = True
+        jobs = self._unanswered()
         for job in jobs:
             if isinstance(job, _Call):
                 if cancel_futures:
