@@ -189,6 +189,7 @@ IN_A_CALL = """
         lambda pool, n: pool.apply_async(same, (n,)).cancel(),
         lambda pool, n: pool.statistics(),
         lambda pool, n: pool.report(),
+        lambda pool, n: getattr(pool, "run_all", pool.map)(same, [n]),
     ]
 
     class Proxy:
@@ -432,3 +433,52 @@ WHILE_A_CLASS_IS_PICKLED = """
 def test_a_finalizer_submits_while_two_threads_pickle_classes(tmp_path, kind):
     lines = script(tmp_path, WHILE_A_CLASS_IS_PICKLED.format(kind=kind))
     assert lines == ["Own", "1 Own"]
+
+
+# A finalizer runs while memory is taken for an array, and another thread takes some for a global.
+WHILE_MEMORY_IS_TAKEN = """
+    import array
+    import gc
+    import sys
+    import threading
+    import time
+    import xpool
+
+    class Proxy:
+        def __init__(self):
+            self.me = self
+
+        def __del__(self):
+            other.start()
+            # Where it waits for a lock that this thread holds.
+            while sys._current_frames()[other.ident].f_code.co_name != "lease":
+                time.sleep(0.001)
+            answers.append(pool.apply_async(abs, (-1,)))
+
+    def trace(frame, event, arg):
+        if frame.f_code.co_name == "take":
+            sys.settrace(None)
+            gc.collect()
+
+    large = bytearray(300000)
+
+    def size():
+        return len(large)
+
+    if __name__ == "__main__":
+        gc.disable()
+        answers = []
+        with xpool.{kind}(2) as pool:
+            pool.map(abs, range(4))
+            other = threading.Thread(target=lambda: answers.append(pool.apply_async(size)))
+            Proxy()
+            sys.settrace(trace)
+            print(pool.apply(len, (array.array("d", [0]) * 90000,)))
+            other.join()
+            print(*sorted(one.get() for one in answers))
+"""
+
+
+@pytest.mark.parametrize("kind", ["Pool", *also("P2PPool")])
+def test_a_finalizer_submits_while_two_threads_take_memory(tmp_path, kind):
+    assert script(tmp_path, WHILE_MEMORY_IS_TAKEN.format(kind=kind)) == ["90000", "1 300000"]

@@ -431,6 +431,11 @@ class MapResult(AsyncResult[list[T]]):
     def describe(self, index: int) -> str:
         return f"{'chunk' if self._chunked else 'item'} {index} of {self.label}"
 
+    def settle(self) -> bool:
+        """Answer a map that has no tasks; return True."""
+        self.settled = True
+        return True
+
     def unanswered(self, tasks: int) -> int:
         """Return how many of the first tasks are unanswered.  No other task was submitted yet."""
         return self._left - (self._tasks - tasks)

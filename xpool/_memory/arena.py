@@ -45,6 +45,9 @@ MISSING = 2**64 - 1
 
 _AT_ONCE = 512  # number of blocks that are checked in one turn
 
+_TURN_SECONDS = 1.0
+"""So long a lease waits for the turns of other threads."""
+
 _MOST = 128 << 30  # the largest region in bytes: addresses have 47 bits, and there are 480 regions
 
 
@@ -257,12 +260,15 @@ class Arena(Holds):
     def lease(self, nbytes: int, limit: int | None = None) -> Block | None:
         """Return a block of ``nbytes`` bytes that only this process holds.
 
-        Returns None if the system has no memory, or if the program would use more than ``limit``
-        bytes of shared memory (None: the arena's own limit).
+        Returns None if the system has no memory, if the program would use more than ``limit`` bytes
+        of shared memory (None: the arena's own limit), or if another thread's turn does not end.
         """
         if is_mine(self.turn):
             return None  # this is a signal handler or finalizer that interrupts a turn
-        with self.turn:
+        # A turn takes microseconds, unless a finalizer in it waits for a lock of this caller.
+        if not self.turn.acquire(timeout=_TURN_SECONDS):
+            return None
+        try:
             self._take_dropped()
             most = self.limit if limit is None else limit
             # Dead processes are cleared only if necessary: each needs a system call.
@@ -270,6 +276,8 @@ class Arena(Holds):
             if number is None and self._clear_dead():
                 number = self._region.take(nbytes, most)
             block = None if number is None else self._hold(number)
+        finally:
+            self.turn.release()
         self._catch_up()
         return block
 

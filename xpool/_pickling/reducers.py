@@ -205,8 +205,8 @@ def register(*types: type) -> Callable[[Reducer], Reducer]:
     return add
 
 
-# Held while a module's reducers are registered, so that no thread finds some of them missing.  Also
-# held during a fork, because the child would wait for ever for an import of another thread.
+# Held while a module's reducers are registered: a thread that needs one of them waits.  Also held
+# during a fork, because the child would wait for ever for an import of another thread.
 _finding = threading.RLock()
 
 
@@ -216,35 +216,41 @@ CYTHON: Any = "cython_function_or_method"
 
 def find(kind: type) -> Reducer | None:
     """Return the reducer of a type that is not in `REDUCERS` itself; None: the pickler's own."""
-    with _finding:
-        while True:
-            # Another thread, or `load` in the last turn of this loop, may have registered it.
-            # Modules in Cython share a type that no module names.
-            reducer = REDUCERS.get(CYTHON if kind.__name__ == CYTHON else kind)
+    while True:
+        # Another thread, or `load` in the last turn of this loop, may have registered it.
+        # Modules in Cython share a type that no module names.
+        reducer = REDUCERS.get(CYTHON if kind.__name__ == CYTHON else kind)
+        if reducer is not None:
+            return reducer
+        answers = False  # whether objects answer other names, also `__setstate__`
+        for base in kind.__mro__:
+            answers = answers or "__getattr__" in base.__dict__
+            reducer = FOR_SUBCLASSES.get(base)
             if reducer is not None:
                 return reducer
-            answers = False  # whether objects answer other names, also `__setstate__`
-            for base in kind.__mro__:
-                answers = answers or "__getattr__" in base.__dict__
-                reducer = FOR_SUBCLASSES.get(base)
-                if reducer is not None:
-                    return reducer
-                load = LAZY.get(base.__module__)
-                if load is None:
-                    continue
-                load()
-                if LAZY.get(base.__module__) is load:  # `load` may have replaced the entry
-                    del LAZY[base.__module__]
+            # The entry goes when all reducers of the module are registered.
+            if base.__module__ in LAZY:
+                _load(base.__module__)
                 break
-            else:
-                has_own = kind not in copyreg.dispatch_table and (
-                    (kind.__flags__ & HEAP_TYPE and (_reduces(kind) or _is_bare(kind)))
-                    or (type(kind.__new__) is FunctionType and not _is_named_tuple(kind))
-                    or issubclass(kind, list)
-                    or kind.__module__ == PARAMETRIZE
-                    or (answers and not hasattr(kind, "__setstate__"))
-                )
-                return registered.of_multiprocessing(kind) or (own if has_own else None)
+        else:
+            has_own = kind not in copyreg.dispatch_table and (
+                (kind.__flags__ & HEAP_TYPE and (_reduces(kind) or _is_bare(kind)))
+                or (type(kind.__new__) is FunctionType and not _is_named_tuple(kind))
+                or issubclass(kind, list)
+                or kind.__module__ == PARAMETRIZE
+                or (answers and not hasattr(kind, "__setstate__"))
+            )
+            return registered.of_multiprocessing(kind) or (own if has_own else None)
+
+
+def _load(module: str) -> None:
+    """Register the reducers of a module, unless another thread has done so."""
+    with _finding:
+        load = LAZY.get(module)
+        if load is not None:
+            load()
+            if LAZY.get(module) is load:  # `load` may have replaced the entry
+                del LAZY[module]
 
 
 def _reduces(kind: Any) -> bool:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xpool._calls.results import local
+from xpool._calls.results import Job, local
 from xpool._python.interrupt import shielded
 from xpool._python.starting import PromptThread
 from xpool._python.waiters import Flag
@@ -60,6 +60,10 @@ class Callbacks:
         """Completes futures."""
         self.ends = _Caller(f"{name}-callbacks-ends")
         """Calls ``on_worker_end=``."""
+
+    def of(self, job: Job) -> _Caller:
+        """Return the thread that calls the callback of a job."""
+        return self.futures if job.is_future else self.program
 
     def runs_here(self) -> bool:
         """Whether the calling thread is one of these callback threads."""
@@ -141,7 +145,15 @@ class _Caller:
 
     def add(self, call: _Call) -> None:
         # Queue the call first, so that the serving thread finds it, whichever thread serves.
+        self.put(call)
+        self.serve()
+
+    def put(self, call: _Call) -> None:
+        """Queue a call for `serve`.  Takes no lock."""
         self._queue.put(call)
+
+    def serve(self) -> None:
+        """Have the queued calls made: start the thread if it has ended."""
         with self._lock:
             self.start()
             if self._stopped:

@@ -139,6 +139,8 @@ class JobTable:
                         return job
                     if job.reserved:
                         return None  # the thread that has reserved it completes it
+                    if job.has_callback:
+                        self._queue_callback(job)
                 elif not job.asks:
                     return None
         if wrong:
@@ -150,11 +152,13 @@ class JobTable:
         return None
 
     def advance(self, number: int, step: Callable[[Any], bool]) -> None:
-        """Call ``step`` with an unanswered stream; it returns whether the stream is answered."""
+        """Call ``step`` with an unanswered job; it returns whether the job is now answered."""
         with self._delivering:
             job = self.unanswered.get(number)
             if job is None or not step(job):
                 return
+            if job.has_callback:
+                self._queue_callback(job)
         self.complete(job)
 
     def submitted(self, tasks: int) -> None:
@@ -168,12 +172,16 @@ class JobTable:
         self.submitted(length)
         self.advance(number, lambda job: job.end(length))
 
+    def _queue_callback(self, job: Job) -> None:
+        """Queue the callback of a job, as soon as it is answered: the pool ends after its call."""
+        assert isinstance(job, AsyncResult)
+        self.callbacks.of(job).put(job)
+
     def complete(self, job: Job, call_back: bool = True) -> None:
-        """Have the callback of an answered job called; if it has none, or without ``call_back``,
-        remove the job and release its callers.  Called without `_delivering`."""
+        """Have the queued callback of an answered job called; if it has none, or without
+        ``call_back``, remove the job and release its callers.  Called without `_delivering`."""
         if call_back and job.has_callback:
-            assert isinstance(job, AsyncResult)
-            (self.callbacks.futures if job.is_future else self.callbacks.program).add(job)
+            self.callbacks.of(job).serve()
             return
         if job.drop_function is not None:
             job.drop_function()
@@ -226,7 +234,10 @@ class JobTable:
                 self.counts["failed"] += 1
                 if job.reserved:
                     continue
-            self.complete(job, call_back or job.is_future)
+                calls_back = call_back or job.is_future
+                if calls_back and job.has_callback:
+                    self._queue_callback(job)
+            self.complete(job, calls_back)
         return failed
 
     # -- ending ------------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ class ThreadPool(BasePool):
             self._jobs.unanswered,
             self._answerer(),
         )
+        self._resizing = threading.RLock()
         own, kind = ThreadSubmitter(self, self._jobs, self._threads), type(self)
         hooks = kind.pool_inqueue_put, kind.worker
         is_hooked = hooks != (ThreadPool.pool_inqueue_put, ThreadPool.worker)
@@ -138,7 +139,7 @@ class ThreadPool(BasePool):
 
     @shielded
     def _resize(self, size: int) -> None:
-        with self._jobs.lock:  # one after the other
+        with self._resizing:  # one after the other
             self._threads.resize(size)
             self._size = size
 

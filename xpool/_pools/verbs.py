@@ -649,8 +649,7 @@ def _start_map(
             items = list(enumerate(items))
         if not items:
             # Without tasks, no answer completes the job.
-            job.settled = True
-            pool._jobs.complete(job)
+            pool._jobs.advance(job.number, MapResult.settle)
             return
         chunks: Iterable[Any]
         if size >= len(items):

@@ -283,7 +283,8 @@ class YieldStream(Stream):
                 if one.given:
                     self._counts(count)  # the first task of an item is counted with the input
                 self.asking.ask(first, one, count)
-                if self.settled:  # meanwhile, perhaps after its tasks were withdrawn
+                # It has failed meanwhile, perhaps after its tasks were withdrawn.
+                if self.settled and not one.ended:
                     self.asking.withdraw(self)
 
     def _room_for(self, is_later: bool, most: int) -> int:

@@ -195,6 +195,7 @@ class RangeQueue:
                 else:
                     one.queued = False
                     self.bound -= 0 if one.bound is None else len(one.items)
+                    one.items.clear()  # its job may keep the range
             if not self._ranges:
                 self._busy.discard(self)
 
