@@ -165,7 +165,7 @@ def test_a_call_that_is_pickled_for_long(tmp_path):
         import warnings
         import xpool
 
-        warnings.simplefilter("ignore")  # tasks do not use the events; a child of a fork has threads
+        warnings.simplefilter("ignore")  # of a fork beside threads
         inside, go = threading.Event(), threading.Event()
 
         class Slow:
