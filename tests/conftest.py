@@ -440,6 +440,12 @@ def mailbox(tmp_path: Path, nothing_leaks: None) -> Iterator[Mailbox]:
 
 
 @pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine waits for workers that the machine leaves without a processor."""
+    monkeypatch.setattr("xpool._engine.monitor.STARVED_SECONDS", WAIT)
+
+
+@pytest.fixture
 def gate(tmp_path: Path, nothing_leaks: None) -> Iterator[Gate]:
     """Holds tasks until the test opens it."""
     barrier = Gate(tmp_path / "gate")

@@ -555,11 +555,16 @@ def test_workers_are_stopped_at_any_time(end):
             executor.submit(abs, -1)
 
 
-def test_signals_that_stop_the_workers(tmp_path):
+def test_signals_that_stop_the_workers(tmp_path, monkeypatch):
     """`kill_workers` sends SIGKILL; `terminate_workers` sends SIGTERM, which a task may handle."""
+    monkeypatch.setattr("xpool._engine.replacement.TERMINATE_GRACE_SECONDS", WAIT)
+
+    def asked(path):
+        path.write_text("asked")
+        os._exit(0)
 
     def task(path):
-        signal.signal(signal.SIGTERM, lambda *_: path.write_text("asked"))
+        signal.signal(signal.SIGTERM, lambda *_: asked(path))
         path.write_text("begun")
         while True:
             signal.pause()

@@ -286,6 +286,7 @@ def _waits(values):
     return not job._asks and job._lacks_room
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_dropped_iterator(one, log):
     """Its generators are closed, also those that never end."""
     for _ in one.imap(partial(counted, str(log)), [None], yields=True):

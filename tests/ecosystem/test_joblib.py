@@ -231,7 +231,7 @@ def test_options_of_threads():
     started = []
     parallel = joblib.Parallel(initializer=started.append, initargs=("started",))
     assert parallel(delayed(abs)(-n) for n in range(9)) == list(range(9))
-    assert started == ["started", "started"]
+    assert set(started) == {"started"}  # one thread may have made all calls
     (name,) = joblib.Parallel(n_jobs=1)([delayed(threading.current_thread)()])
     assert name is threading.current_thread()
     with pytest.raises(ValueError, match="n_jobs == 0"):

@@ -256,9 +256,9 @@ def _log_some(n):
 
 def test_the_end_waits_for_slow_handlers(slow, monkeypatch):
     """The pool's end waits for slow handlers, so all records are handled."""
-    monkeypatch.setattr(relay, "STUCK", 0.3)
-    _run(_log_some, 10)
-    assert [r.getMessage() for r in slow] == [f"item {i}" for i in range(10)]
+    monkeypatch.setattr(relay, "STUCK", 1.0)
+    _run(_log_some, 15)
+    assert [r.getMessage() for r in slow] == [f"item {i}" for i in range(15)]
 
 
 def test_a_handler_that_hangs(kept, monkeypatch, capsys):

@@ -39,6 +39,7 @@ def test_a_running_task(process_kind, make_pool, how, log, mailbox, gate):
     check_usable(pool, mailbox, gate, 2)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_task_that_ends_when_asked_keeps_its_worker(process_kind, make_pool, log, mailbox):
     """The task's `finally` runs, and its worker stays alive."""
     pool = make_pool(process_kind, 1)

@@ -111,6 +111,7 @@ WAITING: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("call", WAITING)
 @pytest.mark.parametrize("kind", [Pool, *also(P2PPool)])
 def test_an_interrupted_call_leaves_its_worker_to_others(tmp_path, on_signal, kind, call):

@@ -174,7 +174,7 @@ FORKS_MEANWHILE = """
     import xpool
     from support import leaks, work
 
-    copies = []
+    copies, threads = [], []
 
     def copy():
         pid = os.fork()
@@ -186,6 +186,7 @@ FORKS_MEANWHILE = """
 
     def another_forks():
         thread = threading.Thread(target=copy, daemon=True)
+        threads.append(thread)
         thread.start()
         thread.join(0.1)  # where it must not fork now, it does so when this goes on
 
@@ -210,6 +211,8 @@ FORKS_MEANWHILE = """
         ours = [pool.apply(os.getpid), *leaks.servers()]
         running = pool.apply_async(work.spin)
         print(*ours, flush=True)
+        for thread in list(threads):
+            thread.join()
         print(*copies, flush=True)
         signal.pause()
 """

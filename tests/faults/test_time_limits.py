@@ -139,6 +139,7 @@ class Endless:
         return x
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("verb", ["apply", "map"])
 def test_a_function_that_is_unpickled_for_too_long(process_kind, make_pool, verb):
     """Its task is stopped as one that runs, and the worker stays alive."""
@@ -161,6 +162,7 @@ def alarmed(seconds):
     return bool(came)
 
 
+@pytest.mark.usefixtures("patient")
 def test_frames_of_the_parent_do_not_block_a_stop(make_pool, log):
     """A forked worker's stack includes frames of its parent that must not be interrupted. They
     block neither the stop of a task nor a signal handler of the program."""

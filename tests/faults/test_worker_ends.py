@@ -120,10 +120,10 @@ def test_a_worker_that_dies_in_a_task(make_pool, ends, how, code):
 
 def test_a_worker_that_the_pool_kills(ends):
     """A worker that does not stop its task at its time limit was "stopped"."""
-    with Pool(1, on_worker_end=ends) as pool:
+    with Pool(1, work.nothing, on_worker_end=ends) as pool:  # the task's module is imported
         (pid,) = ready(pool)
         with pytest.raises(TaskTimeout):
-            pool.apply(work.spin_in_c, timeout=0.1)
+            pool.apply(work.spin_in_c, timeout=0.5)
         assert ends.of(pid)[3:5] == (-9, "stopped")
         assert pool.apply(work.square, (3,)) == 9
 

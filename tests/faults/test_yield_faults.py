@@ -135,6 +135,7 @@ def spins(log, box, _):
     yield 2
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("end", ["close", "cancel", "drop"])
 def test_a_running_generator_is_stopped(process_kind, make_pool, log, mailbox, end):
     """Its `finally` runs, and its worker stays alive."""

@@ -206,6 +206,9 @@ def test_the_system_has_no_process(tmp_path, times, outcome):
 SLOW = """
     import os, time
     import xpool
+    from xpool._engine import monitor
+
+    monitor.STARVED_SECONDS = 60.0  # no other worker could be forked
 
     def waits(path):
         with open(path, "w"):
