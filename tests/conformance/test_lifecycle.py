@@ -156,9 +156,14 @@ def test_terminate_fails_pending_results(kind, make_pool, mailbox, gate, verb):
     mailbox.line()
     arguments = (3,) if verb == "apply_async" else range(10)
     pending = getattr(pool, verb)(work.square, arguments)
+
     # Open the gate later, because no thread can be ended from outside. Otherwise `terminate` would
     # wait for ever.
-    opener = threading.Timer(0.2, gate.open)
+    def open_gate():
+        eventually(lambda: "TERMINATE" in repr(pool), "the pool ends")
+        gate.open()
+
+    opener = threading.Thread(target=open_gate)
     if not kind.processes:
         opener.start()
     pool.terminate()
