@@ -333,10 +333,9 @@ BETWEEN_TWO_LOCKS = """
             answers.append(pool.imap(same, [7]))
 
     def in_the_engine(frame, event, arg):
-        global armed, engine
-        name = threading.current_thread().name
-        if frame.f_code.co_name == "{stop}" and armed and name.endswith("-engine"):
-            armed, engine = False, threading.get_ident()
+        global armed
+        if frame.f_code.co_name == "{stop}" and armed and threading.get_ident() == engine:
+            armed = False
             inside.set()
             held.wait()
 
@@ -351,6 +350,7 @@ BETWEEN_TWO_LOCKS = """
         threading.settrace(in_the_engine)
         with xpool.{kind}(2) as pool:
             pool.map(same, range(4))
+            (engine,) = (t.ident for t in threading.enumerate() if t.name.endswith("-engine"))
             armed = True
             job = pool.{call}
             inside.wait()
