@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from support import scripts, work
-from support.limits import WAIT
 from support.tiers import also
 from support.waiting import Gate, Mailbox, eventually, wait_gone
 
@@ -29,7 +28,6 @@ from xpool import (
     WorkerStartFailed,
     current_worker,
 )
-from xpool._engine import monitor
 from xpool.testing._test_tasks import spin
 
 pytestmark = pytest.mark.xpool_only
@@ -392,10 +390,9 @@ def test_a_worker_that_cannot_start(start: Any, which: int):
 
 
 @pytest.mark.exhaustive
-def test_an_initializer_that_hangs(start: Any, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.usefixtures("patient")  # so that the worker can write its stack
+def test_an_initializer_that_hangs(start: Any):
     """The limit is for each worker's initializer, and the error has its stack."""
-    # On a busy machine, a worker is killed before it can write its stack.
-    monkeypatch.setattr(monitor, "STARVED_SECONDS", WAIT)
     pool = start(2, initializer=work.spin_in, initargs=(1,), initializer_timeout=2)
     with pytest.raises(WorkerStartFailed, match="Worker 1.*longer than its limit") as caught:
         pool.apply(who)

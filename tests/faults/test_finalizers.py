@@ -297,15 +297,31 @@ def test_a_finalizer_submits_while_shared_memory_changes(tmp_path, kind, main):
     assert int(lines[1]) > 5
 
 
-# While a finalizer has interrupted a call that holds the engine's lock, the pool's thread comes to
-# `{stop}`, and waits for this lock in `{wait}`.
-BETWEEN_TWO_LOCKS = """
+# A finalizer meets another thread, which it may start: it waits until this thread waits for a lock
+# in one of the functions `meets`, and submits a task then.
+PROXY = """
     import gc
     import sys
     import threading
     import time
     import xpool
 
+    class Proxy:
+        def __init__(self, thread, meet, submit):
+            self.thread, self.meet, self.submit, self.me = thread, meet, submit, self
+
+        def __del__(self):
+            self.meet()
+            while sys._current_frames()[self.thread.ident].f_code.co_name not in {meets!r}:
+                time.sleep(0.001)
+            answers.append(self.submit())
+
+    answers = []
+"""
+
+# The finalizer has interrupted a call that holds the engine's lock.  The pool's thread comes to
+# `{stop}`, and waits for this lock.
+BETWEEN_TWO_LOCKS = """
     inside, held, armed = threading.Event(), threading.Event(), False
 
     def same(n):
@@ -315,26 +331,9 @@ BETWEEN_TWO_LOCKS = """
         yield n
         yield n
 
-    def names(thread):
-        frame, found = sys._current_frames()[thread], []
-        while frame is not None:
-            found.append(frame.f_code.co_name)
-            frame = frame.f_back
-        return found
-
-    class Proxy:
-        def __init__(self):
-            self.me = self
-
-        def __del__(self):
-            held.set()
-            while names(engine)[0] != "{wait}":
-                time.sleep(0.001)
-            answers.append(pool.imap(same, [7]))
-
     def in_the_engine(frame, event, arg):
         global armed
-        if frame.f_code.co_name == "{stop}" and armed and threading.get_ident() == engine:
+        if frame.f_code.co_name == "{stop}" and armed and threading.get_ident() == engine.ident:
             armed = False
             inside.set()
             held.wait()
@@ -346,15 +345,14 @@ BETWEEN_TWO_LOCKS = """
 
     if __name__ == "__main__":
         gc.disable()
-        answers = []
         threading.settrace(in_the_engine)
         with xpool.{kind}(2) as pool:
             pool.map(same, range(4))
-            (engine,) = (t.ident for t in threading.enumerate() if t.name.endswith("-engine"))
+            (engine,) = (t for t in threading.enumerate() if t.name.endswith("-engine"))
             armed = True
             job = pool.{call}
             inside.wait()
-            Proxy()
+            Proxy(engine, held.set, lambda: pool.imap(same, [7]))
             sys.settrace(in_the_caller)
             print(pool.apply_async(same, [1]).get(), list(answers[0]), {value})
 """
@@ -372,30 +370,15 @@ BETWEEN_TWO_LOCKS = """
 def test_a_finalizer_waits_for_no_thread_that_waits_for_its_own(
     tmp_path, kind, stop, wait, call, value
 ):
-    text = BETWEEN_TWO_LOCKS.format(kind=kind, stop=stop, wait=wait, call=call, value=value)
-    (line,) = script(tmp_path, text)
+    text = PROXY + BETWEEN_TWO_LOCKS
+    (line,) = script(
+        tmp_path, text.format(kind=kind, meets=[wait], stop=stop, call=call, value=value)
+    )
     assert line == "1 [7] [5, 5]"
 
 
-# A finalizer runs while a class is pickled, and another thread pickles globals with such a class.
+# The finalizer runs while a class is pickled, and another thread pickles globals with such a class.
 WHILE_A_CLASS_IS_PICKLED = """
-    import gc
-    import sys
-    import threading
-    import time
-    import xpool
-
-    class Proxy:
-        def __init__(self):
-            self.me = self
-
-        def __del__(self):
-            other.start()
-            # Where it waits for a lock that this thread holds.
-            while sys._current_frames()[other.ident].f_code.co_name not in WAITS:
-                time.sleep(0.001)
-            answers.append(pool.apply_async(abs, (-1,)))
-
     class Collects:
         def __reduce__(self):
             gc.collect()
@@ -407,7 +390,6 @@ WHILE_A_CLASS_IS_PICKLED = """
 
         return Own()
 
-    WAITS = ["preface", "definition_of"]
     one = with_attribute(1)
 
     def name_of_one():
@@ -418,11 +400,10 @@ WHILE_A_CLASS_IS_PICKLED = """
 
     if __name__ == "__main__":
         gc.disable()
-        answers = []
         with xpool.{kind}(2) as pool:
             pool.map(abs, range(4))
             other = threading.Thread(target=lambda: answers.append(pool.apply_async(name_of_one)))
-            Proxy()
+            Proxy(other, other.start, lambda: pool.apply_async(abs, (-1,)))
             print(pool.apply(name, (with_attribute(Collects()),)))
             other.join()
             print(*sorted(str(one.get()) for one in answers))
@@ -431,29 +412,14 @@ WHILE_A_CLASS_IS_PICKLED = """
 
 @pytest.mark.parametrize("kind", ["Pool", *also("P2PPool")])
 def test_a_finalizer_submits_while_two_threads_pickle_classes(tmp_path, kind):
-    lines = script(tmp_path, WHILE_A_CLASS_IS_PICKLED.format(kind=kind))
+    text = PROXY + WHILE_A_CLASS_IS_PICKLED
+    lines = script(tmp_path, text.format(kind=kind, meets=["preface", "definition_of"]))
     assert lines == ["Own", "1 Own"]
 
 
-# A finalizer runs while memory is taken for an array, and another thread takes some for a global.
+# The finalizer runs while memory is taken for an array, and another thread takes some for a global.
 WHILE_MEMORY_IS_TAKEN = """
     import array
-    import gc
-    import sys
-    import threading
-    import time
-    import xpool
-
-    class Proxy:
-        def __init__(self):
-            self.me = self
-
-        def __del__(self):
-            other.start()
-            # Where it waits for a lock that this thread holds.
-            while sys._current_frames()[other.ident].f_code.co_name != "lease":
-                time.sleep(0.001)
-            answers.append(pool.apply_async(abs, (-1,)))
 
     def trace(frame, event, arg):
         if frame.f_code.co_name == "take":
@@ -467,11 +433,10 @@ WHILE_MEMORY_IS_TAKEN = """
 
     if __name__ == "__main__":
         gc.disable()
-        answers = []
         with xpool.{kind}(2) as pool:
             pool.map(abs, range(4))
             other = threading.Thread(target=lambda: answers.append(pool.apply_async(size)))
-            Proxy()
+            Proxy(other, other.start, lambda: pool.apply_async(abs, (-1,)))
             sys.settrace(trace)
             print(pool.apply(len, (array.array("d", [0]) * 90000,)))
             other.join()
@@ -481,4 +446,5 @@ WHILE_MEMORY_IS_TAKEN = """
 
 @pytest.mark.parametrize("kind", ["Pool", *also("P2PPool")])
 def test_a_finalizer_submits_while_two_threads_take_memory(tmp_path, kind):
-    assert script(tmp_path, WHILE_MEMORY_IS_TAKEN.format(kind=kind)) == ["90000", "1 300000"]
+    text = (PROXY + WHILE_MEMORY_IS_TAKEN).format(kind=kind, meets=["lease"])
+    assert script(tmp_path, text) == ["90000", "1 300000"]

@@ -179,6 +179,7 @@ def test_frames_of_the_parent_do_not_block_a_stop(make_pool, log):
         assert forks.map(alarmed, [i / 1000 for i in range(1, 30)]) == [True] * 29
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("runnable", [True, False])
 def test_a_worker_that_waits_for_a_processor_is_not_killed(
     make_pool, monkeypatch, mailbox, gate, runnable
@@ -190,7 +191,6 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
         asked.release()
         return 0.0, 0.0, runnable  # a runnable worker has not run since it was asked
 
-    monkeypatch.setattr(monitor, "STARVED_SECONDS", WAIT)
     for module in monitor, worker:
         monkeypatch.setattr(module, "processor_times", processor)
     pool = make_pool(Pool, 1)
@@ -205,10 +205,10 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
     assert (pool.apply(work.pid) == pid) is runnable
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_stop_signal_comes_just_before_a_wait(make_pool, monkeypatch, gate):
     """Python notices a signal that comes just before a wait when the wait is over. The signal is
     repeated, so that the worker lives on."""
-    monkeypatch.setattr(monitor, "STARVED_SECONDS", WAIT)
     pool = make_pool(Pool, 1)
     pid = pool.apply(work.pid)
     (slot,) = pool._engine.workers
@@ -433,9 +433,9 @@ def pass_gate_at(gate, bad, x):
 # Initializers and join ---------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_starting_worker_that_waits_for_a_processor(make_pool, monkeypatch):
     """A starting worker that waits for a processor is not killed before it can send its stack."""
-    monkeypatch.setattr(monitor, "STARVED_SECONDS", WAIT)
     monkeypatch.setattr(monitor, "STOP_GRACE_SECONDS", 0.001)  # no grace period
     for module in monitor, worker:  # the worker waits for a processor
         monkeypatch.setattr(module, "processor_times", lambda pid: (0.0, 0.0, True))

@@ -200,8 +200,8 @@ INSIDE = (
 
 def refuse_inside(pool: Any) -> None:
     """Raise `RuntimeError` in a finalizer that has interrupted this pool's own work."""
-    if pool is not None and pool._life.runs_here():
-        raise RuntimeError(INSIDE)
+    if pool is not None:
+        pool._life.refuse_inside()
 
 
 class AsyncResult(Job, Generic[T]):

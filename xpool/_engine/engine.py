@@ -411,7 +411,9 @@ class Engine:
 
     def wake(self) -> None:
         """Make the engine's thread check the clock and the pool's state again."""
-        if not self._postponed(self._reactor.wake):
+        if self._postponed.here():
+            self._reactor.wake()
+        else:
             with self.lock:
                 self._reactor.wake()
 

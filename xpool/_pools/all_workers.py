@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from xpool import errors
 from xpool._calls.options import TaskOptions, check_timeout, label
 from xpool._calls.results import (
-    INSIDE,
     Job,
     PickledResult,
     Unopened,
@@ -81,7 +80,7 @@ class AllWorkers:
     def run(self, func: Any, args: tuple[Any, ...], timeout: float | None) -> list[Any]:
         __tracebackhide__ = True
         self._life.check_running()
-        self._check_place()
+        self._life.refuse_inside()
         name = self._submitter.name_of(func)
         group = self._group
         if group is None:
@@ -147,13 +146,8 @@ class AllWorkers:
             self._submitter.give_up(job, exc)
             raise
 
-    def _check_place(self) -> None:
-        """Raise `RuntimeError` in a finalizer that has interrupted this pool's own work."""
-        if self._life.runs_here():
-            raise RuntimeError(INSIDE)
-
     def resize(self, size: int) -> None:
-        self._check_place()
+        self._life.refuse_inside()
         with self._order:  # a call on all workers must be submitted to all of them
             if self._group is not None:
                 raise OptionError(
@@ -165,7 +159,7 @@ class AllWorkers:
 
     def create_group(self, group: WorkerGroup) -> WorkerGroup:
         """Make the workers members of this group, which replaces an earlier one."""
-        self._check_place()
+        self._life.refuse_inside()
         with self._order:
             group.generation = 0 if self._group is None else self._group.generation
             group.rebuild()

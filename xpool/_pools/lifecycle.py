@@ -84,6 +84,11 @@ class Lifecycle:
         """
         return threading.current_thread() is self.thread or self._jobs.is_held_here()
 
+    def refuse_inside(self) -> None:
+        """Raise `RuntimeError` in such a finalizer."""
+        if self.runs_here():
+            raise RuntimeError(INSIDE)
+
     def give_up(self, how: str) -> None:
         """Accept no more jobs; ``how`` the pool has ended, for the errors of unanswered ones."""
         self._how_ended = self._how_ended or how
@@ -144,8 +149,7 @@ class Lifecycle:
             raise ValueError(f"Pool is still running: close or terminate {self.name} before join")
         if self._jobs.callbacks.runs_here():
             raise RuntimeError("join() in a callback of the same pool would wait for itself")
-        if self.runs_here():
-            raise RuntimeError(INSIDE)
+        self.refuse_inside()
         if self._jobs.is_drawn_here():
             raise RuntimeError("join() in the input of imap of the same pool would wait for itself")
         if sys.is_finalizing():

@@ -91,7 +91,7 @@ class _OfProcesses:
     def __init__(self, job: YieldStream, submitter: EngineSubmitter, work: Work) -> None:
         self._engine, self._packer = submitter.engine, submitter.packer
         self._range, self._owner, self._told = submitter.learn(job, work)
-        self._numbers = submitter.jobs.numbers
+        self._numbers, self.withdraw = submitter.jobs.numbers, submitter.withdraw
         self._again = job.options.terms.retries > 0
         self.most = 1 if self._again else MOST_ASKED
         self._numbered = job.numbered
@@ -126,10 +126,6 @@ class _OfProcesses:
         one.latest = self._range.beside(index, [payload] * count, one.place)
         self._engine.submit(one.latest)
 
-    def withdraw(self, job: YieldStream) -> None:
-        """Drop the tasks of a job that has ended."""
-        self._engine.withdraw(job.number)
-
     def close(self, index: int, one: _Begun) -> None:
         """Submit a task that closes a generator one of whose values could not be sent."""
         payload = encode(self._task(Ask(one.number, CLOSE)))
@@ -153,7 +149,7 @@ class _OfThreads:
         self, job: YieldStream, submitter: ThreadSubmitter, work: Work, yielding: Yielding
     ) -> None:
         self._pool, self._job, self._yielding = submitter._pool, job.number, yielding
-        self._call, self._func, self._withdraw = work.call, work.func, submitter.withdraw
+        self._call, self._func, self.withdraw = work.call, work.func, submitter.withdraw
 
     def pack(self, item: Any) -> tuple[Any, int | None]:
         return item[1], None
@@ -163,9 +159,6 @@ class _OfThreads:
         if pool is not None:
             task = self._func, Ask(one.number, one.given, one.item)
             pool.pool_inqueue_put((self._job, index, self._call, task, {}))
-
-    def withdraw(self, job: YieldStream) -> None:
-        self._withdraw(job)
 
     def close_all(self, begun: Iterable[_Begun]) -> None:
         self._yielding.close()
