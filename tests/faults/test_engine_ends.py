@@ -64,7 +64,7 @@ def test_callers_when_the_thread_ends_without_descriptors(make_pool, monkeypatch
         raise OSError("closed")
 
     def fail(*args):
-        patch.setattr(Reactor, "nudge", closed)
+        patch.setattr(Reactor, "wake", closed)
         closed()
 
     with monkeypatch.context() as patch:

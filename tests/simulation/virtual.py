@@ -259,9 +259,9 @@ class SimReactor(Reactor):
         self._world = world
         fds = world.kernel.fds
         self._pipe = Pipe(64)
-        self._wake_r, self._wake_w = fds.add(self._pipe, False), fds.add(self._pipe, True)
+        self._bell_fd, self._wake_w = fds.add(self._pipe, False), fds.add(self._pipe, True)
         self._epoll: Any = _Epoll(world)
-        self._epoll.register(self._wake_r, select.POLLIN)
+        self._epoll.register(self._bell_fd, select.POLLIN)
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._timers = TimeQueue()
         self.closed = False
@@ -270,22 +270,22 @@ class SimReactor(Reactor):
         now: float = self._world.now
         return now
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         if self._pipe.room:
             self._pipe.data += b"!"
 
     def handle(self, fd: int) -> None:
-        if fd == self._wake_r:
+        if fd == self._bell_fd:
             self._pipe.data.clear()
         else:
             super().handle(fd)
 
-    def close(self, awaits_nudge: bool = False) -> None:
+    def close(self) -> None:
         if not self.closed:
             self.closed = True
-            left = set(self._epoll.masks) - {self._wake_r}
+            left = set(self._epoll.masks) - {self._bell_fd}
             self._epoll.close()
-            self._world.kernel.fds.close(self._wake_r)
+            self._world.kernel.fds.close(self._bell_fd)
             self._world.kernel.fds.close(self._wake_w)
             if left or self._handlers:
                 self._world.wrong(

@@ -56,8 +56,7 @@ class Engine:
         # `interruptible` function holds it: a signal handler that uses the pool would deadlock.
         # Reentrant, so that a finalizer which has interrupted the holder can find this out.
         self.lock: Any = threading.RLock()  # guards all that follows, the parts included
-        # The pool is gone, and its finalizer has returned from `nudge`: set without the lock.
-        self.dropped = self._finalized = False
+        self.dropped = False  # the pool is gone; set without the lock
         self._resumed = False  # `resume` was called; set without the lock
         self._recipe, self._relay = recipe, recipe.relay
         system = system or System(Reactor(), WorkerProcess)
@@ -112,8 +111,7 @@ class Engine:
 
     def resume(self) -> None:
         self._resumed = True
-        if not self._reactor.closed:
-            self._reactor.nudge()
+        self._reactor.wake()
 
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
         if self._postponed.here():  # a number is needed now, and changes no more
@@ -329,7 +327,7 @@ class Engine:
         """Close the engine's own descriptors, and kill workers whose end it could not await."""
         with self.lock:
             self._replacement.end_unseen()
-            self._reactor.close(awaits_nudge=self.dropped and not self._finalized)
+            self._reactor.close()
         self._tell_ends()
         self._recipe = self._recipe.ended()
         for worker in self.workers:
@@ -346,6 +344,7 @@ class Engine:
         self.lock = self._submission.lock = threading.RLock()
         self._postponed.lock = self._postponed.turn = self.lock
         self._replacement.ending = True
+        self._reactor.after_fork_in_child()
         # These change no descriptor, because the child shares the epoll with its parent.
         self._monitor.clear()
         self._maintenance.forget()
@@ -411,14 +410,9 @@ class Engine:
 
     def wake(self) -> None:
         """Make the engine's thread check the clock and the pool's state again."""
-        if self._postponed.here():
-            self._reactor.wake()
-        else:
-            with self.lock:
-                self._reactor.wake()
+        self._reactor.wake()
 
     def drop(self) -> None:
         """Note that the pool is gone.  Called by the garbage collector, so it takes no lock."""
         self.dropped = True
-        self._reactor.nudge()
-        self._finalized = True
+        self._reactor.wake()

@@ -21,24 +21,45 @@ _epoll: Any = getattr(select, "epoll", None)
 _owner: Any = getattr(_epoll or getattr(select, "kqueue", None), "fromfd", os.fdopen)
 
 
+class _Bell:
+    """A pipe, which any thread rings without a lock, and so a finalizer, too.
+
+    It is closed when no thread refers to it.  Otherwise a thread that rings could write to another
+    file, which has got the descriptor's number meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.fd, self._write = os.pipe()
+        self._owners = _owner(self.fd), _owner(self._write)
+        # Non-blocking: a finalizer must not wait for room.
+        for fd in self.fd, self._write:
+            os.set_blocking(fd, False)
+
+    def ring(self) -> None:
+        try:
+            os.write(self._write, b"!")
+        except BlockingIOError:
+            return  # earlier rings are still unread
+
+
 class _Poll:
     """The interface of epoll for systems that have only poll.  A wait of poll does not see changes,
     so each change wakes it."""
 
-    def __init__(self, nudge: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
         self._poll = select.poll()
-        self._nudge = nudge
+        self._wake = wake
 
     def register(self, fd: int, events: int) -> None:
         self._poll.register(fd, events)
-        self._nudge()
+        self._wake()
 
     def modify(self, fd: int, events: int) -> None:
         self._poll.modify(fd, events)
-        self._nudge()
+        self._wake()
 
     def unregister(self, fd: int) -> None:
-        # No nudge: an event that the poller still reports has no handler and is ignored.
+        # No wake-up: an event that the poller still reports has no handler and is ignored.
         self._poll.unregister(fd)
 
     def poll(self, timeout: float | None) -> list[tuple[int, int]]:
@@ -76,19 +97,16 @@ class Timer:
 
 class Reactor:
     """Descriptors and timers with their handlers.  Guarded by the engine's lock, except `poll` and
-    `nudge`; a change takes effect on a `poll` in progress."""
+    `wake`; a change takes effect on a `poll` in progress."""
 
     def __init__(self) -> None:
-        self._epoll: Any = _Poll(self.nudge) if _epoll is None else _epoll()
-        self._wake_r, self._wake_w = os.pipe()
-        # Non-blocking: `nudge` may run in a finalizer, which must not wait for room.
-        for fd in (self._wake_r, self._wake_w):
-            os.set_blocking(fd, False)
-        self._epoll.register(self._wake_r, _IN)
+        self._bell: _Bell | None = (bell := _Bell())
+        self._bell_fd = bell.fd
+        self._epoll: Any = _Poll(self.wake) if _epoll is None else _epoll()
+        self._epoll.register(bell.fd, _IN)
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._timers: TimeQueue[Timer] = TimeQueue()
         self.closed = False
-        self._kept: list[Any] = []  # owners of descriptors: see `close`
 
     def now(self) -> float:
         """Return the time in seconds, by the clock of the timers.
@@ -132,17 +150,10 @@ class Reactor:
             timer.run()
 
     def wake(self) -> None:
-        """Make `poll` return."""
-        # The lock is held, as in `close`: a closed descriptor's number may belong to another file.
-        if not self.closed:
-            self.nudge()
-
-    def nudge(self) -> None:
-        """As `wake`, without the lock: another thread may close this only with ``awaits_nudge``."""
-        try:
-            os.write(self._wake_w, b"!")
-        except BlockingIOError:
-            return  # earlier wake-ups are still unread
+        """Make `poll` return.  Any thread calls this, with or without the lock."""
+        bell = self._bell
+        if bell is not None:
+            bell.ring()
 
     def poll(self, timeout: float | None) -> list[int]:
         """Wait; return the descriptors that are ready.  Called by one thread."""
@@ -159,7 +170,7 @@ class Reactor:
 
     def handle(self, fd: int) -> None:
         """Call the handler of a descriptor; ignore one that was removed meanwhile."""
-        if fd == self._wake_r:
+        if fd == self._bell_fd:
             os.read(fd, 512)
             return
         # The number may belong to another file by now, so a handler may find nothing to read.
@@ -167,23 +178,18 @@ class Reactor:
         if handler is not None:
             handler(fd)
 
-    def close(self, awaits_nudge: bool = False) -> None:
-        """Close all descriptors.
-
-        Args:
-            awaits_nudge: keep those of `nudge` until this object goes: a finalizer may call it in
-                another thread meanwhile, and their numbers could belong to other files.
-        """
+    def close(self) -> None:
+        """Close all descriptors."""
         if not self.closed:
             self.closed = True
             # Breaks a cycle: timers refer to parts of the engine, which refer to the reactor.
             self._timers.clear()
             self._epoll.close()
-            for fd in self._wake_r, self._wake_w:
-                if awaits_nudge:
-                    self._kept.append(_owner(fd))
-                else:
-                    os.close(fd)
+            self._bell = None
+
+    def after_fork_in_child(self) -> None:
+        """Close the copy of the pipe; the epoll is shared with the parent."""
+        self._bell = None
 
 
 class Alarms:
