@@ -100,12 +100,18 @@ def exception_in(failure: BaseException | PickledResult) -> BaseException:
     return error
 
 
-def about_to_block() -> None:
-    """Call `_OfThread.blocking`, because this thread is about to wait."""
+def about_to_block(pool: Any = None) -> None:
+    """Call `_OfThread.blocking`, because this thread is about to wait, for this pool if given.
+
+    Raises:
+        RuntimeError: this is a finalizer that has interrupted the pool's own work.
+    """
     if not at_fork.known[0]:
         at_fork.notice_fork()
     if (blocking := local.blocking) is not None:
         blocking()
+    if pool is not None:
+        pool._life.refuse_inside()
 
 
 class Job:
@@ -198,12 +204,6 @@ INSIDE = (
 )
 
 
-def refuse_inside(pool: Any) -> None:
-    """Raise `RuntimeError` in a finalizer that has interrupted this pool's own work."""
-    if pool is not None:
-        pool._life.refuse_inside()
-
-
 class AsyncResult(Job, Generic[T]):
     """The result of `apply_async`, as `multiprocessing.pool.AsyncResult`."""
 
@@ -260,9 +260,8 @@ class AsyncResult(Job, Generic[T]):
         """Wait for the result, at most ``timeout`` seconds.  None: without limit."""
         if self.ready():
             return
-        about_to_block()
         pool = self._pool  # as in `cancel`
-        refuse_inside(pool)
+        about_to_block(pool)
         if self.is_call and pool is not None:
             deadline = deadline_of(timeout)
             pool._submitter.receive(self, timeout)

@@ -18,7 +18,6 @@ from xpool._calls.results import (
     Unopened,
     about_to_block,
     exception_in,
-    refuse_inside,
     tasks_in,
 )
 from xpool._python.failures import number_item
@@ -218,8 +217,7 @@ class IMapIterator(Iterator[T]):
                     f"{self.label} has no more results: the garbage collector has found its "
                     "iterator in a cycle that nothing refers to, and a finalizer uses the iterator"
                 )
-            about_to_block()
-            refuse_inside(self._pool)
+            about_to_block(self._pool)
             left = None if deadline is None else deadline - time.monotonic()
             if not self._waiters.wait(self._movable, left):
                 raise TimeoutError(

@@ -20,7 +20,6 @@ from xpool._calls.results import (
     Job,
     PickledResult,
     about_to_block,
-    refuse_inside,
 )
 from xpool._calls.streams import IMapIterator
 from xpool._engine.jobs.states import PoolStates
@@ -234,11 +233,10 @@ class _Future(concurrent.futures.Future[T]):
 
 def _await(job: _Call, timeout: float | None) -> float | None:
     """Wait for the answer in this thread for a moment, if possible; return the time left."""
-    about_to_block()
+    pool = job._pool
+    about_to_block(pool)
     if sys.is_finalizing() and not job.future.done():
         raise concurrent.futures.BrokenExecutor("can't wait for a call at interpreter shutdown")
-    pool = job._pool
-    refuse_inside(pool)
     if not job.is_call or pool is None:
         return timeout
     deadline = deadline_of(timeout)
