@@ -334,28 +334,18 @@ def tiers(kinds: list[Kind]) -> list[Any]:
     return params
 
 
-@pytest.fixture(params=tiers(KINDS), ids=repr, scope="module")
-def kind(request: pytest.FixtureRequest) -> Kind:
-    """Every kind of pool in turn."""
-    return request.param  # type: ignore[no-any-return]
+def each(kinds: list[Kind]) -> Any:
+    """Return a fixture: each of these kinds in turn."""
+
+    @pytest.fixture(params=tiers(kinds), ids=repr, scope="module")
+    def one(request: pytest.FixtureRequest) -> Any:
+        return request.param
+
+    return one
 
 
-@pytest.fixture(params=tiers(PROCESS_KINDS), ids=repr, scope="module")
-def process_kind(request: pytest.FixtureRequest) -> Kind:
-    """Every kind of pool whose workers are processes."""
-    return request.param  # type: ignore[no-any-return]
-
-
-@pytest.fixture(params=tiers(THREAD_KINDS), ids=repr, scope="module")
-def thread_kind(request: pytest.FixtureRequest) -> Kind:
-    """Every kind of pool whose workers are threads."""
-    return request.param  # type: ignore[no-any-return]
-
-
-@pytest.fixture(params=tiers(START_METHODS), ids=repr, scope="module")
-def method_kind(request: pytest.FixtureRequest) -> Kind:
-    """`Pool` with every start method."""
-    return request.param  # type: ignore[no-any-return]
+kind, process_kind, thread_kind = each(KINDS), each(PROCESS_KINDS), each(THREAD_KINDS)
+method_kind = each(START_METHODS)
 
 
 class Shared:

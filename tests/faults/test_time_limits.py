@@ -315,17 +315,6 @@ def finalize(box, gate):
         time.sleep(0.001)
 
 
-def test_a_finalizer_is_not_interrupted(process_kind, make_pool, mailbox, gate, monkeypatch):
-    """A task is stopped after its finalizer, in which Python would only print the exception."""
-    monkeypatch.setattr(monitor, "STOP_GRACE_SECONDS", WAIT)
-    pool = make_pool(process_kind, 1)
-    result = pool.apply_async(finalize, (mailbox.path, gate.path))
-    pid = mailbox.line()
-    assert result.cancel()
-    gate.open(1)
-    assert pool.apply(os.getpid) == int(pid)
-
-
 def fork_slowly(box, gate):
     """Fork, with a function of xpool that waits in the parent before the fork."""
     at_fork.at_fork(before=functools.partial(work.post_and_gate, box, gate))
@@ -340,11 +329,15 @@ def fork_slowly(box, gate):
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_fork_is_not_interrupted(process_kind, make_pool, mailbox, gate, monkeypatch):
-    """A task that forks is stopped after the functions that xpool has registered for forks."""
+@pytest.mark.parametrize("busy", [finalize, fork_slowly])
+def test_finalizers_and_forks_are_not_interrupted(
+    process_kind, make_pool, mailbox, gate, monkeypatch, busy
+):
+    """A task is stopped after its finalizer, in which Python would only print the exception; or
+    after the functions that xpool has registered for forks."""
     monkeypatch.setattr(monitor, "STOP_GRACE_SECONDS", WAIT)
     pool = make_pool(process_kind, 1)
-    result = pool.apply_async(fork_slowly, (mailbox.path, gate.path))
+    result = pool.apply_async(busy, (mailbox.path, gate.path))
     pid = mailbox.line()
     assert result.cancel()
     gate.open(1)

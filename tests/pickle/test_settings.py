@@ -157,6 +157,11 @@ class Case(NamedTuple):
     look: str
 
 
+def of(setter: str, change: str, back: str, own: str, look: str) -> Case:
+    """Return a case whose codes differ in the value that they set."""
+    return Case(setter.format(change), setter.format(back), setter.format(own), look)
+
+
 FLAGS = "(torch.are_deterministic_algorithms_enabled(), torch.get_deterministic_debug_mode())"
 
 CASES = {
@@ -174,23 +179,14 @@ CASES = {
         "locale.setlocale(locale.LC_CTYPE, 'C.UTF-8')",
         "(locale.setlocale(locale.LC_CTYPE), locale.setlocale(locale.LC_NUMERIC))",
     ),
-    "recursion limit": Case(
-        "sys.setrecursionlimit(1234)",
-        "sys.setrecursionlimit(1000)",
-        "sys.setrecursionlimit(777)",
-        "sys.getrecursionlimit()",
+    "recursion limit": of(
+        "sys.setrecursionlimit({})", "1234", "1000", "777", "sys.getrecursionlimit()"
     ),
-    "socket timeout": Case(
-        "socket.setdefaulttimeout(2.5)",
-        "socket.setdefaulttimeout(None)",
-        "socket.setdefaulttimeout(1)",
-        "socket.getdefaulttimeout()",
+    "socket timeout": of(
+        "socket.setdefaulttimeout({})", "2.5", "None", "1", "socket.getdefaulttimeout()"
     ),
-    "csv field size": Case(
-        "csv.field_size_limit(10**9)",
-        "csv.field_size_limit(131072)",
-        "csv.field_size_limit(7)",
-        "csv.field_size_limit()",
+    "csv field size": of(
+        "csv.field_size_limit({})", "10**9", "131072", "7", "csv.field_size_limit()"
     ),
     "warning filters": Case(
         "warnings.filterwarnings('error', 'mine', UserWarning, 'some[.]module', 7)",
@@ -198,23 +194,12 @@ CASES = {
         "warnings.simplefilter('always')",
         "[(f[0], f[1] and f[1].pattern, f[2], f[4]) for f in warnings.filters]",
     ),
-    "logging.disable": Case(
-        "logging.disable(40)",
-        "logging.disable(0)",
-        "logging.disable(10)",
-        "logging.root.manager.disable",
+    "logging.disable": of("logging.disable({})", "40", "0", "10", "logging.root.manager.disable"),
+    "level of a logger": of(
+        "logging.getLogger('one').setLevel({})", "10", "0", "50", "logging.getLogger('one').level"
     ),
-    "level of a logger": Case(
-        "logging.getLogger('one').setLevel(10)",
-        "logging.getLogger('one').setLevel(0)",
-        "logging.getLogger('one').setLevel(50)",
-        "logging.getLogger('one').level",
-    ),
-    "level of the root logger": Case(
-        "logging.getLogger().setLevel(10)",
-        "logging.getLogger().setLevel(30)",
-        "logging.getLogger().setLevel(50)",
-        "logging.root.level",
+    "level of the root logger": of(
+        "logging.getLogger().setLevel({})", "10", "30", "50", "logging.root.level"
     ),
     "propagate of a logger": Case(
         "logging.getLogger('two.three').propagate = False",
@@ -235,11 +220,8 @@ CASES = {
         "decimal.getcontext().traps[decimal.Rounded] = True",
         "str(decimal.getcontext().traps)",
     ),
-    "numpy error state": Case(
-        "numpy.seterr(all='raise')",
-        "numpy.seterr(all='warn', under='ignore')",
-        "numpy.seterr(all='print')",
-        "numpy.geterr()",
+    "numpy error state": of(
+        "numpy.seterr(all={})", "'raise'", "'warn', under='ignore'", "'print'", "numpy.geterr()"
     ),
     "numpy print options": Case(
         "numpy.set_printoptions(precision=3, suppress=True)",
@@ -253,17 +235,11 @@ CASES = {
         "torch.set_default_dtype(torch.float16)",
         "str(torch.get_default_dtype())",
     ),
-    "torch default device": Case(
-        "torch.set_default_device('meta')",
-        "torch.set_default_device(None)",
-        "torch.set_default_device('cpu')",
-        "str(torch.empty(1).device)",
+    "torch default device": of(
+        "torch.set_default_device({})", "'meta'", "None", "'cpu'", "str(torch.empty(1).device)"
     ),
-    "torch grad mode": Case(
-        "torch.set_grad_enabled(False)",
-        "torch.set_grad_enabled(True)",
-        "torch.set_grad_enabled(True)",
-        "torch.is_grad_enabled()",
+    "torch grad mode": of(
+        "torch.set_grad_enabled({})", "False", "True", "True", "torch.is_grad_enabled()"
     ),
     "torch autocast": Case(
         "torch.set_autocast_enabled('cpu', True); torch.set_autocast_dtype('cpu', torch.float16)",
@@ -307,11 +283,8 @@ CASES = {
         "torch.set_printoptions(linewidth=40)",
         "repr(torch.tensor([1.23456] * 9))",
     ),
-    "names of levels": Case(
-        "logging.addLevelName(20, 'NOTE')",
-        "logging.addLevelName(20, 'INFO')",
-        "logging.addLevelName(20, 'MINE')",
-        "logging.getLevelName(20)",
+    "names of levels": of(
+        "logging.addLevelName(20, {})", "'NOTE'", "'INFO'", "'MINE'", "logging.getLevelName(20)"
     ),
     "a variable": Case(
         "os.environ['XPOOL_TEST'] = 'a\\udcff'",
