@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import statistics
 import sys
 import time
@@ -18,14 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-if sys.platform != "win32":
-    import resource
-
 from xpool._engine.stacks import outside
 from xpool._memory.system import default_processes, scopes
 from xpool._pools.observing import Stacks
 from xpool._pools.process import Pool
-from xpool.devices._host import Host, installed, usable_cpus
+from xpool.devices._host import Host, installed, read, usable_cpus
 from xpool.errors import WorkerDied
 
 __all__ = ["main"]
@@ -89,7 +87,7 @@ def _memory(root: Path) -> dict[str, Any]:
     """Return sizes of memory in bytes, and the kernel's settings for pages."""
     found: dict[str, Any] = {}
     names = {"MemTotal": "total", "MemAvailable": "available", "SwapTotal": "swap"}
-    for line in _read(root / "proc/meminfo").splitlines():
+    for line in read(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
         if name in names:
             found[names[name]] = int(value.split()[0]) * 1024
@@ -97,10 +95,10 @@ def _memory(root: Path) -> dict[str, Any]:
     if cgroups:
         found["cgroup allows"], found["cgroup has"] = min(cgroups)
     for name, file in (("huge pages", "enabled"), ("huge pages, shared", "shmem_enabled")):
-        choices = _read(root / "sys/kernel/mm/transparent_hugepage" / file)
+        choices = read(root / "sys/kernel/mm/transparent_hugepage" / file)
         if "[" in choices:
             found[name] = choices.partition("[")[2].partition("]")[0]
-    mappings = _read(root / "proc/sys/vm/max_map_count")
+    mappings = read(root / "proc/sys/vm/max_map_count")
     if mappings.isdigit():
         found["mappings of a process"] = int(mappings)
     return found
@@ -108,8 +106,6 @@ def _memory(root: Path) -> dict[str, Any]:
 
 def _limits() -> dict[str, int | None]:
     """Return the soft limits of this process.  None means unlimited."""
-    if sys.platform == "win32":
-        return {}  # this system has no such limits
     soft = {name: resource.getrlimit(getattr(resource, key))[0] for name, key in _LIMITS.items()}
     return {name: None if n == resource.RLIM_INFINITY else n for name, n in soft.items()}
 
@@ -119,13 +115,6 @@ def _devices(root: Path) -> dict[str, Any]:
     gpus = "NVML does not answer" if host.gpus is None else [str(gpu) for gpu in host.gpus]
     found = {"gpus": gpus, "tpu chips": [chip.generation for chip in host.chips]}
     return found | {kind: list(map(str, some)) for kind, some in host.accelerators.items() if some}
-
-
-def _read(path: Path) -> str:
-    try:
-        return os.fsdecode(path.read_bytes()).strip()
-    except OSError:
-        return ""  # the kernel lacks this file, or a container hides it
 
 
 def advice(found: dict[str, Any]) -> list[str]:

@@ -198,9 +198,7 @@ def resolve_processes(processes: Any, contexts: Sequence[Any] | None = None) -> 
                 f"processes is {processes}, but worker_contexts has {n}; leave processes out"
             )
         return n
-    if processes is None:
-        return default_processes()
-    return check_count("processes", processes)
+    return default_processes() if processes is None else check_count("processes", processes)
 
 
 def check_chunksize(chunksize: Any) -> int:
@@ -433,15 +431,13 @@ _FOR_EXECUTORS = {
 
 
 _ITS_VERBS = {
-    "buffersize": "imap and imap_unordered have",
-    "callback": "apply_async, map_async and starmap_async have",
-    "error_callback": "apply_async, map_async and starmap_async have",
-    "journal": "map, starmap, imap and imap_unordered have",
-    "key": "map, starmap, imap and imap_unordered have",
-    "version": "map, starmap, imap and imap_unordered have",
     "with_index": "imap_unordered has",
     "worker": "apply and apply_async of P2PPool have",
-    "yields": "imap and imap_unordered have",
+    **dict.fromkeys(("buffersize", "yields"), "imap and imap_unordered have"),
+    **dict.fromkeys(
+        ("callback", "error_callback"), "apply_async, map_async and starmap_async have"
+    ),
+    **dict.fromkeys(("journal", "key", "version"), "map, starmap, imap and imap_unordered have"),
 }
 """The verbs that have a keyword which the others lack."""
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from xpool._python.at_fork import renew
-from xpool._python.starting import PromptThread
+from xpool._python.starting import PromptThread, print_error
 from xpool._python.waiters import Flag
 
 INTERVAL = 0.1
@@ -82,7 +82,7 @@ class Progress:
         except RuntimeError:  # the system cannot start a thread
             _task_bars.pop(self, None)
             self._shown.set()
-            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self._thread)))
+            print_error(self._thread)
         return beside
 
     @property

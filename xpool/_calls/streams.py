@@ -162,9 +162,6 @@ class IMapIterator(Iterator[T]):
 
     __reduce__ = Job.__reduce__
 
-    def __iter__(self) -> IMapIterator[T]:
-        return self
-
     def next(self, timeout: float | None = None) -> T:
         """Return the next result.  Wait for it at most ``timeout`` seconds; None: without limit.
 
@@ -212,7 +209,7 @@ class IMapIterator(Iterator[T]):
                 raise
             if timeout is not None and deadline is None:
                 deadline = deadline_of(timeout)
-            if self.cancelling is not None and self.cancelling[0].has_lost_iterator():
+            if self.cancelling is not None and self.cancelling[0]._iterator() is None:
                 raise RuntimeError(
                     f"{self.label} has no more results: the garbage collector has found its "
                     "iterator in a cycle that nothing refers to, and a finalizer uses the iterator"
@@ -476,10 +473,6 @@ class Stream(Job):
             beyond.remove(self._all_before)
             self._all_before += 1
         return ""
-
-    def has_lost_iterator(self) -> bool:
-        """Whether the iterator was dropped.  A finalizer may still use it then."""
-        return self._iterator() is None
 
     def _is_unordered(self) -> bool:
         iterator = self._iterator()

@@ -147,11 +147,6 @@ class Engine:
                 self._maintenance.later()
         return weight(payload)
 
-    @property
-    def cost(self) -> float:
-        """Seconds that a task takes, by the latest answers; inf: unknown."""
-        return self.sched.sizes.cost
-
     def _locked(self) -> Any:
         """Return the lock, or raise `RuntimeError` in a finalizer that must not wait for it."""
         if self._postponed.here():

@@ -316,9 +316,7 @@ class ForkServer:
 
     def _of_now(self) -> ForkServer:
         """Return this server, or the one for the program's current identity."""
-        if self._key[1] == starting.credentials():
-            return self
-        return ForkServer.get(self.preload)
+        return self if self._key[1] == starting.credentials() else ForkServer.get(self.preload)
 
     def start(self) -> None:
         """Start the server, if it is not running, and do not wait for its imports."""

@@ -21,7 +21,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from xpool._python import descriptors
-from xpool._python.starting import PromptThread
+from xpool._python.starting import PromptThread, print_error
 from xpool._wire.outbox import COUNTERS, Outbox
 from xpool._wire.records import LARGEST, LOG, record_from, unpack
 
@@ -165,9 +165,7 @@ class Relay:
                 self._handle(*one)
             except Exception:
                 # A handler or a field raised it: records of other workers must still be handled.
-                threading.excepthook(
-                    threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
-                )
+                print_error()
             self._handled += 1
 
     def _handle(self, logs: LogSocket, data: bytes, dropped: int) -> None:

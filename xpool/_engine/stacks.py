@@ -106,7 +106,9 @@ def outside(pid: int) -> list[WorkerStack]:
         ProcessLookupError: there is no such process.
         PermissionError: the process has another user.
     """
-    pages = _pages(pid)
+    # The inodes of the outboxes that the process maps.
+    maps = _read(pid, "maps").splitlines()
+    pages = {int(line.split()[4]) for line in maps if "/memfd:xpool-outbox" in line}
     found: list[WorkerStack] = []
     for worker in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
         try:
@@ -116,12 +118,6 @@ def outside(pid: int) -> list[WorkerStack]:
         except OSError:
             continue  # the process has ended, or has another user
     return found
-
-
-def _pages(pid: int) -> set[int]:
-    """Return the inodes of the outboxes that a process maps."""
-    lines = _read(pid, "maps").splitlines()
-    return {int(line.split()[4]) for line in lines if "/memfd:xpool-outbox" in line}
 
 
 def _mapped(pid: int, pages: set[int]) -> str | None:

@@ -27,7 +27,7 @@ from xpool._calls.terms import terms_of
 from xpool._engine.jobs.states import EndKind, RestartPolicy, back_off
 from xpool._engine.jobs.waiting import TimeQueue
 from xpool._engine.stacks import WorkerStack
-from xpool._python.starting import PromptThread
+from xpool._python.starting import PromptThread, print_error
 from xpool._python.waiters import TaskQueue
 from xpool._worker.callables import bound, item_of, task_function, with_context
 from xpool._worker.stopping import stack_of
@@ -270,9 +270,7 @@ def _leave(context: Any) -> None:
         try:
             end()
         except BaseException:
-            threading.excepthook(
-                threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
-            )
+            print_error()
 
 
 class ThreadWorkers:

@@ -97,9 +97,6 @@ class Channel:
         self.poller.register(answer_r, select.POLLIN)
         return boot
 
-    def attach(self, handle: Handle) -> None:
-        self.poller.register(handle.sentinel, select.POLLIN)
-
     def cut_lifeline(self) -> None:
         """Make the process end, even if its pid is unknown."""
         if self._lifeline is not None:
@@ -287,7 +284,7 @@ class WorkerProcess:
                 channel.boot.close()
         owned(handle.sentinel)
         for channel in channels:
-            channel.attach(handle)
+            channel.poller.register(handle.sentinel, select.POLLIN)
         return handle, channels
 
     def launched(self, handle: Handle, channel: Channel, attachment: int | None) -> None:

@@ -445,7 +445,7 @@ class Agent:
 
         If the cost has changed by more than a factor of two, queue it at once.
         """
-        cost = self._engine.cost
+        cost = self._engine.sched.sizes.cost
         last = self._said
         near = last is not None and last.cost / 2 <= cost <= last.cost * 2
         if near and now < self._said_at + STATUS_SECONDS:

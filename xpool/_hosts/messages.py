@@ -305,16 +305,13 @@ def unpacked(parts: Sequence[Any]) -> tuple[Any, list[Any]]:
 
 
 def _plain(message: Any) -> tuple[Any, ...]:
-    kind = type(message)
-    number = _NUMBERS[kind]
-    if kind is Stage:
-        batch, job, func, first, items, bound, terms = message
-        items = [_beside(item) for item in items]
-        if terms == ONCE:  # the default
-            return number, batch, job, func, first, items, bound
-        return number, batch, job, func, first, items, bound, terms
-    if kind is Func:
-        return number, message.number, message.mode, _beside(message.payload)
+    number = _NUMBERS[type(message)]
+    if type(message) is Stage:
+        message = message._replace(items=[_beside(item) for item in message.items])
+        if message.terms == ONCE:  # the default
+            message = message[:-1]
+    elif type(message) is Func:
+        message = message._replace(payload=_beside(message.payload))
     return number, *message
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from xpool._calls.results import Job, local
 from xpool._python.interrupt import shielded
-from xpool._python.starting import PromptThread
+from xpool._python.starting import PromptThread, print_error
 from xpool._python.waiters import Flag
 
 if TYPE_CHECKING:
@@ -208,15 +208,10 @@ class _Caller:
         try:
             call.call_back()
         except BaseException:
-            kind, exc, trace = sys.exc_info()
-            assert kind is not None
-            args = threading.ExceptHookArgs((kind, exc, trace, threading.current_thread()))
             try:
-                threading.excepthook(args)
+                print_error()
             except BaseException:  # as in a thread that ends: this one must go on
                 sys.excepthook(*sys.exc_info())
-            # Breaks a cycle: the traceback holds this frame, whose variables hold the traceback.
-            del kind, exc, trace, args
         finally:
             call.complete()
         # False if `_relieve` has replaced this thread by a new one.

@@ -173,9 +173,8 @@ class _Future(concurrent.futures.Future[T]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if (job := self._job) is not None:
             timeout = _await(job, timeout)
-        if self._forked is not None:
-            return _as_broken(self._forked)
-        return super().exception(timeout)
+        forked = self._forked
+        return super().exception(timeout) if forked is None else _as_broken(forked)
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
         """Have ``fn(future)`` called in a thread of the pool when this is done, or now if it is."""

@@ -109,10 +109,6 @@ class PoolOptions:
             refuse_unknown(type(pool).__name__, names_of_inits(pool), unknown)
         return cls(*args, **keywords)
 
-    def for_workers(self) -> dict[str, Any]:
-        """Return the options that the configuration of a worker has, by name."""
-        return {name: getattr(self, name) for name in FOR_WORKERS}
-
     def refuse(self, reasons: dict[str, str], instead: str = "") -> None:
         """Raise `OptionError` if an option is given for which there is a reason against it."""
         defaults = PoolOptions.__init__.__kwdefaults__ or {}

@@ -25,7 +25,7 @@ from xpool._memory.system import default_processes
 from xpool._pools.base import BasePool, at_exit
 from xpool._pools.hooks import Result, Task, next_result
 from xpool._pools.job_table import CAUSED, HOOKED
-from xpool._pools.pool_options import REFUSED_OVER_HOSTS, PoolOptions, takes
+from xpool._pools.pool_options import FOR_WORKERS, REFUSED_OVER_HOSTS, PoolOptions, takes
 from xpool._pools.submitters import HookSubmitter
 from xpool._python.interrupt import shielded
 from xpool._python.starting import interpreter, occupy_streams
@@ -175,7 +175,7 @@ class Pool(BasePool):
             contexts=packed or None,
             binds=[dict(getattr(context, "env", None) or {}) for context in contexts],
             cpus=[tuple(getattr(context, "cpus", None) or ()) for context in contexts],
-            options=options.for_workers(),
+            options={name: getattr(options, name) for name in FOR_WORKERS},
             seed=os.urandom(16) if options.seed is None else str(options.seed).encode(),
             token=self._packer.token,
             peers=self._size if self._has_peers else 0,

@@ -603,7 +603,6 @@ def submit_map(
     options: TaskOptions,
     callback: Callable[[list[Any]], object] | None = None,
     error_callback: Callable[[BaseException], object] | None = None,
-    waits: bool = False,
 ) -> Any:
     """Submit a call for each item; return the result of all, or wait for their values."""
     __tracebackhide__ = True
@@ -630,7 +629,7 @@ def submit_map(
         job.progress = Progress(options.progress, job.label, length, size, lambda: length)
     try:
         _start_map(pool, job, Work(work.func, work.starred, size > 1), items, size)
-        return job.get() if waits else job
+        return job.get() if options.waits else job
     except BaseException:
         _end_wait(pool, job)
         raise
@@ -673,7 +672,7 @@ def map_now(
     """Submit a call for each item, unless a journal has its result; return all results."""
     __tracebackhide__ = True  # in notebooks and in pytest
     if options.journal is None:
-        values: list[Any] = submit_map(pool, work, iterable, chunksize, options, waits=True)
+        values: list[Any] = submit_map(pool, work, iterable, chunksize, options)
         return values
     return _map_in_journal(pool, work, list(iterable), options)
 

@@ -164,11 +164,6 @@ class _OfThreads:
         self._yielding.close()
 
 
-def _is_mark(payload: Any, *marks: bytes | memoryview) -> bool:
-    # Threads give objects of the program, whose `==` is not called.
-    return type(payload) in (bytes, memoryview) and payload in marks
-
-
 class YieldStream(Stream):
     """The job of an `imap` with ``yields=True``.
 
@@ -374,7 +369,9 @@ class YieldStream(Stream):
             yield _Answer(False, value, 1)
             return
         payloads = value.payloads() if isinstance(value, Encoded) else [value]
-        marks = [_is_mark(p, self.ended, self.missing) for p in payloads]
+        # Threads give objects of the program, whose `==` is not called.
+        ends = self.ended, self.missing
+        marks = [type(p) in (bytes, memoryview) and p in ends for p in payloads]
         if not any(marks):
             yield _Answer(True, value, len(payloads))
             return

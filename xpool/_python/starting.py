@@ -45,6 +45,12 @@ def _wait_no_more(timeout: float | None = None) -> bool:
     return True
 
 
+def print_error(thread: threading.Thread | None = None) -> None:
+    """Give the handled exception to `threading.excepthook`, as a thread that it has ended."""
+    args = *sys.exc_info(), thread or threading.current_thread()
+    threading.excepthook(threading.ExceptHookArgs(args))
+
+
 class PromptThread(threading.Thread):
     """A thread whose `start` returns when the system has made it.
 

@@ -71,9 +71,7 @@ def run_xla(context: Any) -> dict[int, Any]:
         ordinal = runtime.global_ordinal()
         return ordinal, fn(ordinal, *args)
 
-    if len(devices) == 1:
-        return dict([one(devices[0])])
-    return dict(_in_threads(one, devices))
+    return dict([one(devices[0])] if len(devices) == 1 else _in_threads(one, devices))
 
 
 def _in_threads(one: Callable[[str], tuple[int, Any]], devices: list[str]) -> list[tuple[int, Any]]:

@@ -384,9 +384,8 @@ class Host:
 
     def near(self, node: int | None) -> tuple[int, ...]:
         """Return the cores of a NUMA node that this process may use; empty for an unknown node."""
-        if node is None:
-            return ()
-        return tuple(c for c in self.nodes.get(node, ()) if c in self.cpus)
+        found = () if node is None else self.nodes.get(node, ())
+        return tuple(c for c in found if c in self.cpus)
 
 
 def usable_cpus() -> tuple[int, ...]:
@@ -575,6 +574,4 @@ def running_runtime() -> str | None:
     if xla is not None and xla._XLAC._xla_runtime_is_initialized():
         return "XLA"
     tpu = getattr(torch, "tpu", None) if "torch_tpu" in sys.modules else None
-    if tpu is not None and tpu.is_initialized():
-        return "TPU"
-    return None
+    return "TPU" if tpu is not None and tpu.is_initialized() else None

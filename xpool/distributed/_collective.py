@@ -362,10 +362,8 @@ def _abort(group: Any) -> None:
             group.recv_anysource([nothing], _ABORT_TAG).wait(timedelta(milliseconds=1))
         else:
             group.abort()
-    except RuntimeError:
-        pass  # timed out, as intended, or the connections were closed already
-    except ValueError:
-        pass  # torch has destroyed the group
+    except (RuntimeError, ValueError):
+        pass  # timed out, as intended; or the connections or the group were closed already
 
 
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)

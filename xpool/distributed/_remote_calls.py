@@ -125,9 +125,7 @@ class _ByValue:
 
 def portable(func: Callable[..., Any]) -> Any:
     """Return a form of a function that torch's pickler can send."""
-    if isinstance(func, FunctionType) and not goes_by_name(func):
-        return _ByValue(func)
-    return func
+    return _ByValue(func) if isinstance(func, FunctionType) and not goes_by_name(func) else func
 
 
 def _by_value(thing: Any) -> Any:

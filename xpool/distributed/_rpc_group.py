@@ -69,10 +69,7 @@ class Register:
 
     def drop(self, group_name: str) -> None:
         with self._lock:
-            for place in list(self._holders):
-                if place[0] != group_name:
-                    continue
-                del self._holders[place]
+            self._holders = {p: n for p, n in self._holders.items() if p[0] != group_name}
 
 
 def _in_register(method: str, *args: Any) -> Any:
@@ -298,10 +295,7 @@ class RpcGroup:
         """Return the names of the members."""
         return list(self.group_members)
 
-    @staticmethod
-    def get_cur_name() -> str:
-        """Return the name of the calling process."""
-        return get_cur_name()
+    get_cur_name = staticmethod(get_cur_name)
 
     def __reduce__(self) -> Any:
         return _arrived, (self.group_name, self.group_members)

@@ -120,18 +120,21 @@ def _reader(fd: int) -> select.poll:
     return poller
 
 
-class Mailbox:
-    """Receives lines from any process through a named pipe that the test holds open.
-
-    Writers (`post`) need only the path, so this works with every start method.
-    """
-
+class _Pipe:
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
         os.mkfifo(self.path)
         # Open for both ends (fifo(7)), so that opening does not wait, and reads find no end.
         self._fd = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._rest = b""
+
+
+class Mailbox(_Pipe):
+    """Receives lines from any process through a named pipe that the test holds open.
+
+    Writers (`post`) need only the path, so this works with every start method.
+    """
+
+    _rest = b""
 
     def line(self, limit: float = LIMIT) -> str:
         """Return the next line.  Raises `AssertionError` after ``limit`` seconds."""
@@ -157,14 +160,8 @@ class Mailbox:
         os.close(self._fd)
 
 
-class Gate:
+class Gate(_Pipe):
     """Holds tasks that call ``pass_gate(path)`` until the test opens it, or its process ends."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = str(path)
-        os.mkfifo(self.path)
-        # Open for both ends, as in `Mailbox`.
-        self._fd = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def open(self, passes: int = 1) -> None:
         """Let ``passes`` waiting or later tasks pass."""
@@ -254,10 +251,6 @@ def end(how: str) -> None:
     raise ValueError(f"{how!r} is not one of {', '.join(WAYS)}")
 
 
-def _rebuild(how: str) -> Any:
-    end(how)
-
-
 class EndsWhenUnpickled:
     """An object that can be pickled, but ends the process in the given way when unpickled."""
 
@@ -265,14 +258,11 @@ class EndsWhenUnpickled:
         self.how = how
 
     def __reduce__(self) -> Any:
-        return _rebuild, (self.how,)
+        return end, (self.how,)
 
 
-class EndsWhenPickled:
+class EndsWhenPickled(EndsWhenUnpickled):
     """An object that ends the process in the given way when it is pickled."""
-
-    def __init__(self, how: str) -> None:
-        self.how = how
 
     def __reduce__(self) -> Any:
         end(self.how)
@@ -335,8 +325,6 @@ def perform(spec: tuple[str, int, str | None]) -> Any:
         return number
     if what == "error":
         raise TaskError(number)
-    if what == "pid":
-        return os.getpid()
     if what == "held":
         assert path is not None
         pass_gate(path)

@@ -73,6 +73,13 @@ class WorkerEvent(enum.Enum):
     GONE = "its process has ended"
 
 
+_ENDS = {
+    WorkerEvent.RETIRE: WorkerStates.RETIRING,
+    WorkerEvent.CONDEMN: WorkerStates.CONDEMNED,
+    WorkerEvent.GONE: WorkerStates.ABSENT,
+}
+"""How the process of a worker may end that was not told to end yet."""
+
 WORKER: dict[WorkerStates, dict[WorkerEvent, WorkerStates]] = {
     WorkerStates.ABSENT: {
         WorkerEvent.LAUNCH: WorkerStates.LAUNCHING,
@@ -82,33 +89,16 @@ WORKER: dict[WorkerStates, dict[WorkerEvent, WorkerStates]] = {
         WorkerEvent.LAUNCHED: WorkerStates.STARTING,
         WorkerEvent.REFUSED: WorkerStates.ABSENT,
     },
-    WorkerStates.STARTING: {
-        WorkerEvent.HELLO: WorkerStates.READY,
-        WorkerEvent.RETIRE: WorkerStates.RETIRING,
-        WorkerEvent.CONDEMN: WorkerStates.CONDEMNED,
-        WorkerEvent.GONE: WorkerStates.ABSENT,
-    },
+    WorkerStates.STARTING: {WorkerEvent.HELLO: WorkerStates.READY, **_ENDS},
     # No INTERRUPT: a recall comes first, so that the worker begins no other item.
-    WorkerStates.READY: {
-        WorkerEvent.RECALL: WorkerStates.RECALLING,
-        WorkerEvent.RETIRE: WorkerStates.RETIRING,
-        WorkerEvent.CONDEMN: WorkerStates.CONDEMNED,
-        WorkerEvent.GONE: WorkerStates.ABSENT,
-    },
+    WorkerStates.READY: {WorkerEvent.RECALL: WorkerStates.RECALLING, **_ENDS},
     WorkerStates.RECALLING: {
         WorkerEvent.INTERRUPT: WorkerStates.INTERRUPTING,
         WorkerEvent.EMPTIED: WorkerStates.READY,
-        WorkerEvent.RETIRE: WorkerStates.RETIRING,
-        WorkerEvent.CONDEMN: WorkerStates.CONDEMNED,
-        WorkerEvent.GONE: WorkerStates.ABSENT,
+        **_ENDS,
     },
     # No EMPTIED: until BROKEN_OFF, the worker holds the item that it is to stop.
-    WorkerStates.INTERRUPTING: {
-        WorkerEvent.BROKEN_OFF: WorkerStates.RECALLING,
-        WorkerEvent.RETIRE: WorkerStates.RETIRING,
-        WorkerEvent.CONDEMN: WorkerStates.CONDEMNED,
-        WorkerEvent.GONE: WorkerStates.ABSENT,
-    },
+    WorkerStates.INTERRUPTING: {WorkerEvent.BROKEN_OFF: WorkerStates.RECALLING, **_ENDS},
     # No HELLO: a starting worker is condemned for a reason, and `HELLO` is ignored if there is one.
     WorkerStates.CONDEMNED: {
         WorkerEvent.BROKEN_OFF: WorkerStates.CONDEMNED,
