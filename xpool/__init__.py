@@ -9,13 +9,13 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+if sys.platform == "win32":
+    raise ImportError("xpool needs Linux, or another POSIX system such as macOS; it has no Windows")
+
 # Imported here: a child that another thread forks does not wait for imports that begin later.
 from xpool._python import import_hooks as _import_hooks  # noqa: F401
 
 __version__ = "0.1.0"
-
-if sys.platform == "win32":
-    raise ImportError("xpool needs Linux, or another POSIX system such as macOS; it has no Windows")
 
 if TYPE_CHECKING:
     from xpool._calls.results import AsyncResult as AsyncResult

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xpool._calls.options import check_count, check_optional
+from xpool._calls.options import check_count
 from xpool._hosts.hosts_engine import HostEngine, make_engine
 from xpool._pools.ctx_pools import CtxPool as _CtxPool
 from xpool._pools.process import Pool as _Pool
@@ -211,8 +211,10 @@ def hosts(
         OptionError: ``n`` or ``per_host`` is below 1.
         TypeError: ``n`` or ``per_host`` is not an int.
     """
-    check_optional(check_count, "n", n)
-    check_optional(check_count, "per_host", per_host)
+    if n is not None:
+        check_count("n", n)
+    if per_host is not None:
+        check_count("per_host", per_host)
     return Hosts(address, n, per_host, resources, labels, runtime_env)
 
 

@@ -127,13 +127,13 @@ def change(context: Any, tensor: Any) -> None:
 def kept(context: Any, *_: Any) -> int:
     keeper = Keeper.here.get()
     assert keeper is not None
-    return len(keeper)
+    return len(keeper._kept)
 
 
 def kept_and_blocks(context: Any, *_: Any) -> tuple[int, int]:
     keeper = Keeper.here.get()
     assert keeper is not None
-    return len(keeper), arena_here().statistics()["bytes"]
+    return len(keeper._kept), arena_here().statistics()["bytes"]
 
 
 def fail_with(context: Any, tensor: Any) -> None:

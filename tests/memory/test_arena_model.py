@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.memory import is_free
 from support.waiting import eventually, together
 
 from xpool._memory import arena as module
@@ -165,7 +166,7 @@ class Machine(RuleBasedStateMachine):
         number = block.number
         del block
         if not any(held == name for _, _, held, _ in self.holds):
-            assert arena.file.free(number)
+            assert is_free(arena, number)
 
     @precondition(lambda self: self.program.others)
     @rule(data=st.data())
@@ -203,7 +204,7 @@ class Machine(RuleBasedStateMachine):
         for arena in self.arenas:
             first = arena._region._first
             numbers = range(first, first + arena.file.entries(arena.attachment))
-            assert {n for n in numbers if not arena.file.free(n)} == live & set(numbers)
+            assert {n for n in numbers if not is_free(arena, n)} == live & set(numbers)
             # Each entry is either free or in use, and no two overlap.
             region = arena._region
             free = (*region._warm.values(), *region._bare.values())

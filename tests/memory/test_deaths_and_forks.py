@@ -20,13 +20,12 @@ pytest.importorskip("torch")
 
 import torch
 from support import tensor_work as tasks
-from support.memory import own_arena
+from support.memory import is_free, own_arena
 from support.scripts import run_ok, write
 from support.waiting import eventually, together
 
 import xpool
-from xpool._python.interrupt import keeps_clear, may_raise
-from xpool._worker.stopping import again
+from xpool._python.interrupt import keeps_clear, may_raise, send_again
 
 MIB = 1 << 20
 
@@ -371,7 +370,7 @@ def test_dropped_and_used_in_a_signal_handler(make_pool: Callable[..., Any]) -> 
                 wrong.append(block.number)
             again = one.adopt(block.name)
             del block
-            if one.file.free(again.number):
+            if is_free(one, again.number):
                 wrong.append("not held")
         mine = one.lease(70_000)
         if mine is not None:
@@ -414,7 +413,7 @@ def test_postponed_exceptions(make_pool: Callable[..., Any]) -> None:
         _thread.start_new_thread(once_more, ())
 
     def once_more() -> None:
-        again(signal.SIGUSR1)
+        send_again(signal.SIGUSR1)
         came.append(signal.SIGUSR1)
 
     raised = 0

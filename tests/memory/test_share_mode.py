@@ -23,7 +23,7 @@ import torch
 from support import scripts
 from support import tensor_work as tasks
 from support.leaks import descriptors
-from support.memory import own_arena
+from support.memory import is_free, own_arena
 from support.tiers import also
 from support.waiting import eventually, together
 
@@ -415,7 +415,7 @@ def test_kept_mappings_are_few_and_dropped(
     warm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kept mappings have few descriptors, and are dropped when they have been idle."""
-    monkeypatch.setattr(mapped, "_keeps_opened", True)
+    monkeypatch.setattr(mapped, "keeps_opened", True)
     before = len(descriptors())
 
     def opened(index: int) -> Any:
@@ -511,11 +511,11 @@ def test_memory_is_freed(sharing: Any) -> None:
     number = arena._number_at(tensor.data_ptr())
     assert number is not None
     del tensor
-    assert not arena.file.free(number)  # the worker still has it
+    assert not is_free(arena, number)  # the worker still has it
     assert sharing.apply(tasks.kept_total, ("x",), worker=0) == 0
     sharing.apply(tasks.forget, worker=0)
     sharing.apply(tasks.nothing, worker=0)
-    eventually(lambda: arena.file.free(number), "block free")
+    eventually(lambda: is_free(arena, number), "block free")
 
 
 def test_passed_between_workers_while_the_parent_drops_it(sharing: Any) -> None:

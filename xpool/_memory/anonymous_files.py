@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import multiprocessing
 import os
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
-
-if os.name == "posix":
-    import fcntl
 
 from xpool._memory.system import fix_size, temporary_file
 from xpool._python.descriptors import new_file

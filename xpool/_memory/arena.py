@@ -245,14 +245,13 @@ class Arena(Holds):
         if not self.file.claim(number):
             return
         self._left.discard(number)
-        if self._region.place(number) is not None:
-            self._region.punch(number)
-            return
-        try:
-            offset, capacity = self.file.place(number)
-        except ValueError:
-            return  # the entry was overwritten, so the memory is freed with the file
-        self.file.punch(Entry(number, offset, capacity, self.file.filled[number]))
+        entry = self._region.entry(number)
+        if entry is None:
+            try:
+                entry = Entry(number, *self.file.place(number), self.file.filled[number])
+            except ValueError:
+                return  # the entry was overwritten, so the memory is freed with the file
+        self.file.punch(entry)
 
     # -- leasing and holding -----------------------------------------------------------------------
 

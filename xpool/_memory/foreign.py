@@ -71,10 +71,6 @@ class _Part(ArenaFile):
             self._others[attachment] = region, address_of(region)
         return (*self._others[attachment], offset - start)
 
-    def address_at(self, offset: int) -> int:
-        _, address, place = self.pages(offset)
-        return address + place
-
     def offset_of(self, address: int) -> int | None:
         """Return the offset in the file of the byte at an address, or None if it is not mapped."""
         for attachment, (_, begin) in list(self._others.items()):
@@ -123,11 +119,6 @@ class ForeignArena(Arena):
     def lease(self, nbytes: int, limit: int | None = None) -> Block | None:
         return None
 
-    @property
-    def orphaned(self) -> bool:
-        """Whether the process that made the file has ended."""
-        return not layout.alive(self.file.fd, 0)
-
     @shielded
     def tidy(self) -> bool:
         """Leave the arena if no block was held since the last call.  Return False if so.
@@ -136,7 +127,7 @@ class ForeignArena(Arena):
         """
         self.trim()
         with self.turn:
-            orphaned = self.orphaned
+            orphaned = not layout.alive(self.file.fd, 0)  # its maker has ended
             if self._counts or self._pins or (self._was_used and not orphaned):
                 self._was_used = bool(self._counts)
                 if orphaned:
@@ -237,23 +228,16 @@ class InFlightLeases:
                 self._out.append(lease)
 
     @shielded
-    def reclaim(self, most: int | None = None) -> bool:
-        """Release the blocks of closed leases.  ``most`` leases are checked; None: all.
-
-        Returns whether any was closed.
-        """
+    def reclaim(self, most: int | None = None) -> None:
+        """Release the blocks of closed leases.  ``most`` leases are checked; None: all."""
         fd, attachment = self._arena.file.fd, self._arena.attachment
-        found = False
         for _ in range(len(self._out) if most is None else most):
             try:
                 lease = self._out.popleft()
             except IndexError:
                 break  # another thread reclaims, too
             if layout.out(fd, attachment, lease.number):
-                self._out.append(lease)
-            else:
-                found = True  # dropping the lease releases its blocks
-        return found
+                self._out.append(lease)  # else dropping the lease releases its blocks
 
     @property
     def pending(self) -> bool:
@@ -342,20 +326,16 @@ def _run() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _calling, _thread, _wake
-    # The arenas are now `_Inherited`, so dropping the blocks releases no hold of the parent.
-    _in_flight.clear()
     for foreign in _foreign.values():
         # The open descriptor protects the attachment while this process may read blocks of it.
         if not foreign._counts:
             os.close(foreign.file.fd)
     _foreign.clear()
-    _calling = threading.RLock()
-    _thread = None
-    _wake = threading.Event()
 
 
 # Lambdas, because each child makes a new lock.
 at_fork.at_fork(before=lambda: passing.acquire(), in_parent=lambda: passing.release())
 at_fork.at_fork(in_child=_after_fork_in_child)
-at_fork.renew(globals(), passing=threading.RLock)
+# The arenas are now `_Inherited`, so dropping the blocks in flight releases no hold of the parent.
+at_fork.renew(globals(), passing=threading.RLock, _in_flight=dict)
+at_fork.renew(globals(), _calling=threading.RLock, _thread=lambda: None, _wake=threading.Event)

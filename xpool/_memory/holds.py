@@ -79,17 +79,10 @@ class Region:
             self._old.extend(range(len(self.entries)))
             self.collect_all()
 
-    def place(self, number: int) -> tuple[int, int] | None:
-        """Return offset and capacity of a block, or None if it is in another region."""
+    def entry(self, number: int) -> Entry | None:
+        """Return the entry of a block, or None if it is in another region."""
         index = number - self._first
-        if 0 <= index < len(self.entries):
-            entry = self.entries[index]
-            return entry.offset, entry.capacity
-        return None
-
-    def punch(self, number: int) -> None:
-        """Give back the memory of an unheld block."""
-        self._file.punch(self.entries[number - self._first])
+        return self.entries[index] if 0 <= index < len(self.entries) else None
 
     def take(self, nbytes: int, limit: int) -> int | None:
         """Return the number of a free block with memory for ``nbytes`` bytes, or None.
@@ -106,7 +99,7 @@ class Region:
             if index is None:
                 return None
         if self._spare > _WARM:
-            self.give_back(float("-inf"))  # only what is above `_kept`
+            self.give_back(float("-inf"))  # only what is above `_WARM`
         self._young.append(index)
         if len(self._young) > _YOUNG:
             self._old.append(self._young.pop(0))
@@ -214,10 +207,6 @@ class Region:
 
     # -- giving memory back ------------------------------------------------------------------------
 
-    def _kept(self) -> int:
-        """Return how many bytes of free blocks may keep their memory for reuse."""
-        return max(_WARM, 2 * max((c for c, warm in self._warm.items() if warm), default=0))
-
     def _punch(self, capacity: int, warm: deque[int]) -> None:
         index = warm.popleft()
         entry = self.entries[index]
@@ -226,11 +215,12 @@ class Region:
         self._bare[capacity].append(index)
 
     def give_back(self, before: float) -> bool:
-        """Give back the memory of blocks that are free since ``before``, and memory above `_kept`.
+        """Give back the memory of blocks that are free since ``before``, and memory above `_WARM`.
 
         Returns True if it has stopped after `_AT_ONCE` blocks and must be called again.
         """
-        left, most = _AT_ONCE, self._kept()
+        largest = max((size for size, warm in self._warm.items() if warm), default=0)
+        left, most = _AT_ONCE, max(_WARM, 2 * largest)
         for capacity, warm in self._warm.items():
             # Small blocks keep their memory, because they share pages with others.
             if capacity < LARGE:
@@ -346,8 +336,6 @@ def make_block_type(capacity: int) -> Any:
 class Holds:
     """The blocks of one file that this process holds.  Any thread may call all methods."""
 
-    _finalizing = staticmethod(sys.is_finalizing)
-
     def __init__(self, file: ArenaFile, region: Region, token: int, attachment: int) -> None:
         self.file = file
         self.token = token
@@ -400,8 +388,7 @@ class Holds:
 
     def holds(self, address: int) -> bool:
         """Whether this process holds a block that begins at an address."""
-        number = self._number_at(address)
-        return number is not None and number in self._counts
+        return self._number_at(address) in self._counts
 
     @shielded
     def holding(self, address: int) -> Block | None:
@@ -445,21 +432,19 @@ class Holds:
         return self._block(number, *place)
 
     def _place(self, number: int) -> tuple[int, int]:
-        return self._region.place(number) or self.file.place(number)
+        entry = self._region.entry(number)
+        return self.file.place(number) if entry is None else (entry.offset, entry.capacity)
 
     def _block(self, number: int, offset: int, capacity: int) -> Block:
         kind = block_types.get(capacity) or make_block_type(capacity)
         made = kind.from_address(self.file.address_at(offset))
         made.number = number
         made.arena = self
-        block: Block = made
-        return block
+        return made  # type: ignore[no-any-return]
 
     @shielded
     def drop(self, number: int) -> None:
         """Release a hold.  The garbage collector calls this, at any moment in any thread."""
-        if self._finalizing():
-            return  # modules may be gone, and the holds end with the process
         self._dropped.append(number)
         self._catch_up()
 

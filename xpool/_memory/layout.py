@@ -36,11 +36,11 @@ The offsets of locks have nothing to do with the data at these offsets in the fi
 from __future__ import annotations
 
 import errno
+import fcntl
 import functools
 import mmap
 import os
 import struct
-import sys
 import threading
 from typing import Any
 
@@ -128,7 +128,8 @@ class ArenaFile:
         return self.map, self.address, offset
 
     def address_at(self, offset: int) -> int:
-        return self.address + offset
+        _, address, place = self.pages(offset)
+        return address + place
 
     def offset_of(self, address: int) -> int | None:
         """Return the offset in the file of the byte at an address, or None if it is not mapped."""
@@ -239,11 +240,6 @@ class ArenaFile:
 
     # -- holds -------------------------------------------------------------------------------------
 
-    def free(self, number: int) -> bool:
-        """Whether no process holds a block."""
-        at = _TABLES + number * _ENTRY
-        return self.map[at : at + HOLDS] == _NOBODY
-
     def claim(self, number: int) -> bool:
         """Take back an own block if no process holds it.  Messages that name it become invalid.
 
@@ -346,9 +342,6 @@ class ArenaFile:
         """Return how many bytes of memory the whole file uses."""
         return os.fstat(self.fd).st_blocks * 512  # the unit of any file system (stat(2))
 
-
-if sys.platform == "linux":
-    import fcntl
 
 FIRST_FOREIGN = 224
 """Foreign arenas take the highest free number down to this one.  Workers get the lowest one."""

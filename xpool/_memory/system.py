@@ -4,6 +4,7 @@ The first touch of new memory is the largest cost of a large message, because th
 memory page by page.  Pages of 2 MiB, which some systems allow, make this several times faster.
 """
 
+import fcntl
 import mmap
 import os
 import sys
@@ -13,9 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import ctypes
-
-if sys.platform == "linux":
-    import fcntl
 
 from xpool._python.descriptors import new_file
 from xpool._python.hidden import ctypes_module
@@ -229,8 +227,7 @@ def address_of(mapping: mmap.mmap) -> int:
 
 @lru_cache(maxsize=256)  # making a type takes 20 us
 def array_type(nbytes: int) -> "type[ctypes.Array[ctypes.c_char]]":
-    made: type[ctypes.Array[ctypes.c_char]] = ctypes_module().c_char * nbytes
-    return made
+    return ctypes_module().c_char * nbytes  # type: ignore[no-any-return]
 
 
 def buffer_at(start: int, nbytes: int, owner: Any) -> "ctypes.Array[ctypes.c_char]":

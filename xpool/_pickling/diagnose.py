@@ -17,6 +17,7 @@ from typing import Any
 
 from xpool._pickling.reducers import Refused
 from xpool._python.failures import short
+from xpool._python.interrupt import frames_of
 from xpool.errors import TaskNotPicklable
 
 _busy = threading.local()  # `looking` is true in a thread that is already searching
@@ -144,16 +145,15 @@ def say_where(error: BaseException, say: Callable[[str], str]) -> None:
 
 def foreign_frame(error: BaseException) -> FrameType | None:
     """Return the first frame of an object's own code, or None if this has not raised the error."""
-    tb, below_pickler = error.__traceback__, False
-    while tb is not None:
-        module = tb.tb_frame.f_globals.get("__name__") or ""
+    below_pickler = False
+    for frame in frames_of(error):
+        module = frame.f_globals.get("__name__") or ""
         package = module.partition(".")[0]
-        if package == "xpool" and tb.tb_frame.f_code.co_name not in _OWN_WAYS:
+        if package == "xpool" and frame.f_code.co_name not in _OWN_WAYS:
             # If a reducer of xpool calls a library, the library is not the object's own code.
             below_pickler = module in _PICKLERS
         elif below_pickler and package not in _MACHINERY:
-            return tb.tb_frame
-        tb = tb.tb_next
+            return frame
     return None
 
 

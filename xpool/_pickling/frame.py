@@ -107,7 +107,6 @@ _PREPARED = b"\x80\x05\x84" + struct.pack("<I", PREPARE)
 _BODY = struct.Struct("<2sQ")  # MARK and BINBYTES8
 
 _HEAD = struct.Struct("<BBHIQ")
-_TOKEN = struct.Struct("<Q")
 _ENTRY = struct.Struct("<QQII")
 
 _Entry = tuple[int, int, int, int]
@@ -192,8 +191,7 @@ def pack(
     first, *more = [arena.token for arena in arenas] or [0]
     flags = KEPT if layout.kept and held else 0
     head = _HEAD.pack(FRAMED, flags, len(more), len(views), first)
-    for token in more:
-        head += _TOKEN.pack(token)
+    head += struct.pack(f"<{len(more)}Q", *more)
     message = _join(head + table, () if leased[0] is not None else chunks, inline, layout.room)
     if held:
         message = Leased(message)

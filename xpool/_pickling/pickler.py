@@ -73,13 +73,6 @@ class _FastPickler(reducers.Context, pickle.Pickler):
 
     reducer_override = reducer_override
 
-    def dump(self, obj: Any) -> None:
-        try:
-            _dump(self, obj)
-        except BaseException:
-            _forget(self)
-            raise
-
 
 class _GroupPickler(_FastPickler):
     """Pickles globals of the program."""
@@ -358,11 +351,18 @@ _turns = threading.RLock()
 at_fork.renew(globals(), _turns=threading.RLock)
 
 
-def _run_fast(obj: Any, layout: Layout, **options: Any) -> _FastPickler:
+def _run_fast(obj: Any, layout: Layout, **options: Any) -> Any:
     kind: Any = _GroupPickler if "group" in options else _FastPickler
-    fast: _FastPickler = kind(layout, **options)
-    fast.dump(obj)
-    return fast
+    return _dumped(kind(layout, **options), obj)
+
+
+def _dumped(pickler: Any, obj: Any) -> Any:
+    try:
+        pickler.dump(obj)
+    except BaseException:
+        _forget(pickler)
+        raise
+    return pickler
 
 
 def _finish(done: Any, run: Callable[..., Any], obj: Any, **options: Any) -> Pickled:
@@ -453,11 +453,7 @@ def _run_dill(obj: Any, layout: Layout, **options: Any) -> Any:
     group = options.get("group")
     if group is not None and group.objects is not None:
         slow.persistent_id = group.objects.append  # as in `_GroupPickler`
-    try:
-        slow.dump(obj)
-    except BaseException:
-        _forget(slow)
-        raise
+    _dumped(slow, obj)
     slow.chunks = [file.getvalue()]
     return slow
 

@@ -21,7 +21,7 @@ from xpool._engine.relay import Relay as Relay
 from xpool._engine.worker_process import Recipe as Recipe
 from xpool._memory.arena import Arena
 from xpool._pickling.by_value import settings
-from xpool._pickling.by_value.settings_rows import arguments
+from xpool._pickling.by_value.settings_rows import Folder, arguments
 from xpool._pickling.frame import inline
 from xpool._pickling.frame import pools as pools
 from xpool._pools.all_workers import AllWorkers as AllWorkers
@@ -95,7 +95,7 @@ def worker_config(
             # Workers that `resize` has added have no context.
             "bind": spec.binds[index] if index < len(spec.binds) else {},
             "cpus": bound or _own_cpus(),
-            "cwd": _folder(),
+            "cwd": Folder().value(None),  # None: it was removed or is not known
             # Workers of a frozen program may be another Python, with a path of its own.
             "path": None if is_frozen() else search_path(sys.path),
             "argv": program.argv,
@@ -132,14 +132,6 @@ def _environment() -> dict[str, str]:
     """Return the present environment variables, which other threads may be changing."""
     found = ((name, os.environ.get(name)) for name in list(os.environ))
     return {name: value for name, value in found if value is not None}
-
-
-def _folder() -> str | None:
-    """Return the working directory of this process; None: it was removed or is not known."""
-    try:
-        return os.getcwd()
-    except OSError:
-        return None
 
 
 def _own_cpus() -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from typing import Any
 
 _unused = False  # whether `fork_unused` is forking
 
-known = mmap.mmap(-1, 1, **({"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}))
+known = mmap.mmap(-1, 1, flags=mmap.MAP_PRIVATE)
 """1 in a process in which the functions ``in_child`` were called.  A child of a fork gets a 0."""
 known[0] = 1
 if sys.platform == "linux":
@@ -50,7 +50,7 @@ def at_fork(
     in_parent: Callable[[], object] = _nothing,
     in_child: Callable[[], object] = _nothing,
 ) -> None:
-    """Register functions that the forking thread calls.  Do nothing on systems without fork.
+    """Register functions that the forking thread calls.
 
     ``in_parent`` is called only if ``before`` was called at the same fork.  Otherwise it could be
     called alone, if a module registers both while another thread is in the middle of a fork.
@@ -88,12 +88,11 @@ def _fork(stage: int) -> None:
 HOOK = _fork.__code__
 """Of a frame in which registered functions run: Python only prints what is raised in it."""
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=functools.partial(_fork, _BEFORE),
-        after_in_parent=functools.partial(_fork, _IN_PARENT),
-        after_in_child=functools.partial(_fork, _IN_CHILD),
-    )
+os.register_at_fork(
+    before=functools.partial(_fork, _BEFORE),
+    after_in_parent=functools.partial(_fork, _IN_PARENT),
+    after_in_child=functools.partial(_fork, _IN_CHILD),
+)
 
 
 def notice_fork() -> None:

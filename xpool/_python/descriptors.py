@@ -25,9 +25,7 @@ from xpool._python import at_fork
 def pair(kind: int) -> tuple[socket.socket, socket.socket]:
     """Return two connected sockets that block."""
     one, other = socket.socketpair(socket.AF_UNIX, kind)
-    without_limit(one)
-    without_limit(other)
-    return one, other
+    return without_limit(one), without_limit(other)
 
 
 def on(fd: int) -> socket.socket:

@@ -23,6 +23,7 @@ from importlib import import_module
 from typing import Any
 
 from xpool._python import at_fork
+from xpool._python.interrupt import frames_of
 
 
 # Here and not in `xpool.errors`, because this layer raises it, and `pool_errors` derives from it.
@@ -60,11 +61,6 @@ def prepare(*, keep_path: bool) -> None:
     if _spare is None and not all(name in sys.modules for name in _MODULES):
         _spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         _path = list(sys.path) if keep_path else None
-
-
-def kept_descriptor() -> int | None:
-    """Return the descriptor that is reserved for the import, or None."""
-    return _spare
 
 
 def ready() -> Any:
@@ -173,13 +169,12 @@ def note_loading(exc: BaseException) -> None:
 
 def imported_module(exc: BaseException) -> str | None:
     """Return the name of the module whose top has raised an error; None: no top has."""
-    name, trace = None, exc.__traceback__
-    while trace is not None:
-        code, top = trace.tb_frame.f_code, trace.tb_frame.f_globals.get("__name__")
+    name = None
+    for frame in frames_of(exc):
+        code, top = frame.f_code, frame.f_globals.get("__name__")
         # Neither a text that `exec` runs ("<string>"), nor a call that a worker repeats.
         if code.co_name == "<module>" and top != "__main__" and code.co_filename[:1] != "<":
             name = str(top)
-        trace = trace.tb_next
     return name
 
 

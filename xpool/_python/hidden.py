@@ -123,11 +123,6 @@ def of_multiprocessing(kind: type) -> Callable[[Any, Any], Any] | None:
     return functools.partial(_reduce, reduce)
 
 
-def reducer_tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """Return copies of the two tables, to compare them later."""
-    return dict(copyreg.dispatch_table), dict(forking)
-
-
 def reducer_registrations() -> list[tuple[Callable[..., object], type, Any]]:
     """Return all reducers that are functions: how each was registered, its type, the reducer."""
     found = (copyreg.pickle, copyreg.dispatch_table), (reduction.register, forking)

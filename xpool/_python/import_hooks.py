@@ -207,8 +207,7 @@ class _Loader:
         self._spec = spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._own.create_module(spec)
-        return module
+        return self._own.create_module(spec)  # type: ignore[no-any-return]
 
     def exec_module(self, module: ModuleType) -> None:
         # Restored now, because the module's code may use its loader.

@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from threading import get_ident
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 from xpool._python import at_fork
@@ -36,11 +36,8 @@ T = TypeVar("T")
 
 # Signals that may arrive repeatedly are last: their handlers are replaced first and restored last,
 # so that they cannot raise while the others' are replaced or restored.
-_NAMES = (
-    "SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGVTALRM", "SIGALRM",
-)  # fmt: skip
-
-_SIGNALS: tuple[int, ...] = tuple(int(getattr(signal, n)) for n in _NAMES if hasattr(signal, n))
+_NAMES = "SIGINT SIGTERM SIGHUP SIGUSR1 SIGUSR2 SIGCHLD SIGVTALRM SIGALRM"
+_SIGNALS = tuple(int(getattr(signal, name)) for name in _NAMES.split())
 
 # The functions of `signal` also convert to enums, which makes them 20 times slower.
 _in_c: Any = importlib.import_module("_signal")
@@ -272,12 +269,8 @@ def _make_plan(found: list[Any]) -> tuple[Deferred, ...]:
             if not may_raise(sys._getframe(2)):
                 continue  # a running shielded function has installed it
             handler = handler.handler  # left over: two handlers have raised within a microsecond
-        # On Windows, the C library has no `sigaction`.
-        if (
-            callable(handler)
-            and not any(handler is one for one in _clear)
-            and (sys.platform == "win32" or _is_pythons(signum, handler))
-        ):
+        own = callable(handler) and not any(handler is one for one in _clear)
+        if own and _is_pythons(signum, handler):
             plan.append(Deferred(signum, handler))
     # A plan with left-over or left-out `Deferred`s is used only for this call.  A program that has
     # Python as a library may set handlers of its own at any time.
@@ -326,7 +319,7 @@ def by_handler(exc: BaseException) -> bool:
     """Whether a signal handler raised the exception, so that it says nothing about the task."""
     handlers = map(_get_handler, _SIGNALS)
     codes = {getattr(getattr(h, "__func__", h), "__code__", None) for h in handlers}
-    frames = list(_frames(exc.__traceback__))
+    frames = list(frames_of(exc))
     if any(frame.f_code in _CALLING or frame.f_code in codes for frame in frames):
         return True
     # Recognize a handler that is no longer set: an argument is the frame that it interrupted.  Not
@@ -347,11 +340,13 @@ _CALLING = {Deferred._call.__code__, deliver.__code__}
 
 def cut_short(exc: BaseException) -> bool:
     """Whether an exception ended a shielded function outside its interruptible parts."""
-    marks = [_marks.get(id(frame.f_code)) for frame in _frames(exc.__traceback__)]
+    marks = [_marks.get(id(frame.f_code)) for frame in frames_of(exc)]
     return False not in marks  # False: an interruptible function, in which it may be raised
 
 
-def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
+def frames_of(exc: BaseException) -> Iterator[FrameType]:
+    """Yield the frames of an exception's traceback; the one that has raised comes last."""
+    trace = exc.__traceback__
     while trace is not None:
         yield trace.tb_frame
         trace = trace.tb_next
@@ -383,13 +378,14 @@ def _guard(begins: bool) -> None:
         _shield.forking = None
         if pending and plan:
             # What a handler raises here would be dropped, too.
-            _thread.start_new_thread(_send_again, ([one.signum for one in pending],))
+            _thread.start_new_thread(send_again, (*[one.signum for one in pending],))
             pending.clear()
 
 
-def _send_again(signums: list[int]) -> None:
+def send_again(*signums: int) -> None:
     """Send the main thread these signals a moment later.  Runs in a thread of its own."""
-    time.sleep(0.001)
+    time.sleep(0.001)  # lets the main thread run on
+    # Signals, not `interrupt_main`: they must also end a wait that the main thread has begun.
     for signum in signums:
         signal.pthread_kill(_shield.main or 0, signum)
 

@@ -47,9 +47,6 @@ class RemoteTraceback(_RemoteTraceback):  # type: ignore[misc]
         where = "" if self.worker is None else f"In worker {self.worker}:\n"
         return f'\n"""\n{where}{self.text}"""'
 
-    def __str__(self) -> str:
-        return self.tb
-
 
 for _one in (RemoteTraceback, ResultNotPicklable):
     _one.__module__ = "xpool.errors"  # the public name, in pickles and tracebacks

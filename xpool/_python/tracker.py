@@ -9,6 +9,7 @@ when it first registers a resource, and the parent starts the tracker then.
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
 from collections.abc import Callable
@@ -67,8 +68,5 @@ class Borrowed(resource_tracker.ResourceTracker):
                 ask_now()  # first, because a child cannot ask
                 tracker._forking = threading.get_ident()
 
-            at_fork.at_fork(
-                before=before,
-                in_parent=lambda: setattr(tracker, "_forking", 0),
-                in_child=lambda: setattr(tracker, "_forking", 0),
-            )
+            after = functools.partial(setattr, tracker, "_forking", 0)
+            at_fork.at_fork(before=before, in_parent=after, in_child=after)

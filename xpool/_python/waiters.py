@@ -248,14 +248,11 @@ class _Bell:
     """An event of a loop, and the loop's function with which other threads run code in the loop."""
 
     def __init__(self, call: Callable[[Callable[[], object]], object], event: Any) -> None:
-        self._call, self._event = call, event
+        self._call, self.event = call, event
 
     def release(self) -> object:
         """Wake the coroutine, from any thread.  Raises `RuntimeError` if its loop has ended."""
-        return self._call(self._event.set)
-
-    async def rung(self) -> None:
-        await self._event.wait()
+        return self._call(self.event.set)
 
 
 def _bell() -> _Bell:
@@ -284,7 +281,7 @@ async def _until(there: Callable[[], bool], results: Any) -> None:
             with results._waiters.listening(bell):
                 # Register before checking, so that a result between the two is not missed.
                 if not there():
-                    await bell.rung()
+                    await bell.event.wait()
     except BaseException:
         results.cancel()
         raise

@@ -7,17 +7,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_shared = False  # needs no lock: set before the workers' threads start, and never reset
-
-
-def share_process() -> None:
-    """Record that this process has several workers, each of which is a thread."""
-    global _shared
-    _shared = True
-
-
-def process_is_shared() -> bool:
-    return _shared
+shared = False
+"""Whether this process has several workers: set before their threads start, and never reset."""
 
 
 class WorkerLocal(Generic[T]):
@@ -37,7 +28,7 @@ class WorkerLocal(Generic[T]):
 
     def set(self, one: T | None, *, thread: bool = False) -> None:
         """Set the value of this worker or, with ``thread``, only of this thread."""
-        if thread or _shared:
+        if thread or shared:
             self._local.one = one
         else:
             self._process = one

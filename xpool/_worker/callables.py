@@ -19,6 +19,7 @@ from types import (
 from typing import Any
 
 from xpool._python.failures import note_item, plain, short
+from xpool._python.interrupt import frames_of
 from xpool._worker.worker_context import current_worker
 from xpool.errors import OptionError
 
@@ -394,8 +395,6 @@ def _advise_starmap(exc: BaseException, item: Any) -> None:
 
 def _is_of_the_call(exc: BaseException) -> bool:
     """Say whether the function could not be called with its arguments."""
-    trace = exc.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+    last = [*frames_of(exc)][-1:]
+    where = last[0].f_globals.get("__name__", "") if last else ""
     return type(exc) is TypeError and where.startswith("xpool._worker.")

@@ -23,6 +23,7 @@ A process whose workers are threads gets one such socket for each worker.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
 import signal
@@ -32,9 +33,6 @@ import threading
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
-
-if sys.platform == "linux":
-    import fcntl
 
 from xpool._python import descriptors
 
@@ -110,16 +108,15 @@ def _read_config(tasks: int) -> dict[str, Any]:
     head = _read(tasks, _HEAD.size)
     # The configuration has only built-in types, because nothing may be imported before `_bind` sets
     # the environment.
-    config: dict[str, Any] = pickle.loads(_read(tasks, _HEAD.unpack(head)[2]))
-    return config
+    return pickle.loads(_read(tasks, _HEAD.unpack(head)[2]))  # type: ignore[no-any-return]
 
 
 def ignore_interrupts() -> None:
     """Ignore Ctrl-C, which goes to the whole process group; the parent decides to end workers."""
-    signal.signal(signal.SIGINT, _ignore)
+    signal.signal(signal.SIGINT, ignore)
 
 
-def _ignore(signum: int, frame: FrameType | None) -> None:
+def ignore(signum: int, frame: FrameType | None) -> None:
     """Ignore the signal.  SIG_IGN is not used: programs that a task starts would inherit it."""
 
 

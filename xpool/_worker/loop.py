@@ -193,7 +193,7 @@ class _Worker:
         self._spin: Spin | None = None
         self._likely = False  # whether the next task probably arrives at once
         self._gpu_lost = False  # whether CUDA fails from now on in this process
-        self._inbox = Inbox(replies, _closed, _WITHDRAWN)
+        self._inbox = Inbox(replies, lambda *new: (_Closed(*new), new[1]), _WITHDRAWN)
         self._recurse: bool = config["is_recursive"]
         self._prefix: tuple[Any, ...] = ()
         context = None
@@ -245,7 +245,7 @@ class _Worker:
         # Imported here because few pools share tensors.
         from xpool._pickling.tensors import device_memory, mapped
 
-        mapped.keep_opened()
+        mapped.keeps_opened = True
         self._keeper = device_memory.Keeper(arena, config["token"], config["index"], os.getpid())
         layout = Layout(lessor=lease, keep=self._keeper.reduce)
         return share(layout, arena, config["share_method"])
@@ -448,10 +448,6 @@ class _Closed:
         self.number, self.mode, self.payload = number, mode, payload
 
 
-def _closed(number: int, mode: int, payload: bytes) -> tuple[_Closed, int]:
-    return _Closed(number, mode, payload), mode
-
-
 class _Unavailable:
     """Replaces a function that could not be unpickled here: its tasks raise the reason."""
 
@@ -641,7 +637,8 @@ def has_lost_gpu(exc: BaseException) -> bool:
 
     A kernel's failed assertion or wrong address does so; a lack of memory does not.
     """
-    if not any("CUDA error" in _text(one) for one in (exc, exc.__cause__)):
+    raised = [one for one in (exc, exc.__cause__) if isinstance(one, RuntimeError)]
+    if not any("CUDA error" in safe_repr(one, 500) for one in raised):
         return False
     cuda = sys.modules.get("torch.cuda")
     if cuda is None or not cuda.is_initialized():
@@ -651,7 +648,3 @@ def has_lost_gpu(exc: BaseException) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def _text(exc: BaseException | None) -> str:
-    return safe_repr(exc, 500) if isinstance(exc, RuntimeError) else ""

@@ -45,12 +45,9 @@ class Seeds:
             # numpy's legacy generator takes 32 bits.
             module.seed(number & 0xFFFF_FFFF)
             return
-        number &= 0x7FFF_FFFF_FFFF_FFFF
-        if _device_module(module) is None:
-            # There is no device to seed, and `manual_seed` would take a fifth of a worker's start.
-            module.default_generator.manual_seed(number)
-        else:
-            module.manual_seed(number)
+        # Without a device to seed, `manual_seed` would take a fifth of a worker's start.
+        owner = module.default_generator if _device_module(module) is None else module
+        owner.manual_seed(number & 0x7FFF_FFFF_FFFF_FFFF)
 
     def sow_again(self) -> None:
         """Seed all generators again, after code that may have seeded them."""

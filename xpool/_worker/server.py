@@ -176,12 +176,9 @@ def _wake_by_deaths() -> tuple[int, int]:
     os.set_blocking(wake_r, False)
     os.set_blocking(wake_w, False)
     signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, _note)
+    # Python writes to the descriptor only for signals with a handler.
+    signal.signal(signal.SIGCHLD, entry.ignore)
     return wake_r, wake_w
-
-
-def _note(signum: int, frame: object) -> None:
-    """Do nothing.  Python writes to the wake-up descriptor only for signals with a handler."""
 
 
 def _find_backends() -> Callable[[], None] | None:

@@ -18,13 +18,11 @@ import _thread
 import faulthandler
 import os
 import signal
-import threading
-import time
 from types import CodeType, FrameType
 
 from xpool._python.at_fork import HOOK
 from xpool._python.import_hooks import IMPORTER
-from xpool._python.interrupt import keeps_clear, may_raise
+from xpool._python.interrupt import keeps_clear, may_raise, send_again
 from xpool._wire.outbox import STACK, STACK_AT, STACK_SIGNAL, STOP_SIGNAL, TASK_LINE, Outbox
 from xpool._worker.callables import item_of
 from xpool.errors import TaskStopped
@@ -107,7 +105,7 @@ def listen(box: Outbox, fd: int, inside: CodeType) -> None:
             raise TaskStopped("its time is over, or it was cancelled")
         if at is not None:
             # `threading.Thread.start` would wait for the thread, and this is a handler.
-            _thread.start_new_thread(again, (STOP_SIGNAL,))
+            _thread.start_new_thread(send_again, (STOP_SIGNAL,))
 
     keeps_clear(stop)
     os.lseek(fd, start, os.SEEK_SET)
@@ -117,12 +115,3 @@ def listen(box: Outbox, fd: int, inside: CodeType) -> None:
     faulthandler.register(STACK_SIGNAL, file=fd, all_threads=False, chain=True)
     # A forked process inherits the blocked signals of the thread that forked it.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-
-def again(signum: int) -> None:
-    """Send the main thread the signal again after a moment.  Runs in a thread of its own."""
-    time.sleep(0.001)  # lets the main thread run on
-    # A signal, not `interrupt_main`: it must also end a wait that the main thread has begun.
-    main = threading.main_thread().ident
-    if main is not None:
-        signal.pthread_kill(main, signum)

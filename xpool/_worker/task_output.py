@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +36,7 @@ _MODE = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
 _before: tuple[int, int, int] | None = None
 
 
-@contextmanager
+@contextlib.contextmanager
 def output_to(path: str) -> Iterator[None]:
     """Make the descriptors 1 and 2 a file in the block."""
     global _before

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from xpool._pickling.by_value.main import is_replica
+from xpool._pickling.by_value import main
 from xpool._python.import_hooks import child_prepares, is_initializing
 from xpool._python.worker_local import WorkerLocal
 from xpool.errors import OptionError, WorkerDied
@@ -140,7 +140,7 @@ def imported_by_worker() -> str | None:
     """
     if child_prepares():
         return "the program's main module"
-    if not is_replica():
+    if not main.is_replica:
         return None
     frame: FrameType | None = sys._getframe(1)
     # Stop at the frame where the worker begins: after a fork, the parent's frames lie below it.

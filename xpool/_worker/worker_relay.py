@@ -41,11 +41,6 @@ class Lines:
         self._begun: dict[int, str] = {}
         self._continues: set[int] = set()
 
-    @classmethod
-    def prefixed(cls, stream: Any) -> Any:
-        """Return a stream that puts ``[worker i]`` before each line."""
-        return None if stream is None else cls(stream, _name)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
@@ -112,7 +107,8 @@ def open_relay(fd: int, config: dict[str, Any], box: Outbox) -> None:
         return
     _relay = relay = _Relay(config["index"], channel, config["forked"])
     if config["output"] == "prefix":
-        sys.stdout, sys.stderr = Lines.prefixed(sys.stdout), Lines.prefixed(sys.stderr)
+        streams: Any = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = (one if one is None else Lines(one, _name) for one in streams)
     when_imported("logging", relay.take_logging)
     when_imported("warnings", relay.take_warnings)
 

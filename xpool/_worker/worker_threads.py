@@ -29,13 +29,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from xpool._python import worker_local
+from xpool._python.interrupt import send_again
 from xpool._python.starting import PromptThread
-from xpool._python.worker_local import share_process
 from xpool._wire.outbox import STACK_AT, STOP_SIGNAL, Outbox
 from xpool._worker.callables import item_of
 from xpool._worker.loop import become
 from xpool._worker.loop import run as serve
-from xpool._worker.stopping import SIGNALS, again, may_stop, report_of
+from xpool._worker.stopping import SIGNALS, may_stop, report_of
 from xpool.errors import TaskStopped
 
 
@@ -74,7 +75,7 @@ def run(
 ) -> int:
     """Serve with a thread for each channel until all are told to stop; return the exit code."""
     # Called first: from here on, a worker's settings are per thread.
-    share_process()
+    worker_local.shared = True
     become(configs[0], channels[0][2])
     news: _News = queue.SimpleQueue()
     all_ready = threading.Event()
@@ -198,7 +199,7 @@ class WorkerThread(PromptThread):
                 at = frame.f_lasti
                 # The thread cannot be interrupted now: repeat the signal a moment later.
                 if not may_stop(frame):
-                    _thread.start_new_thread(again, (STOP_SIGNAL,))
+                    _thread.start_new_thread(send_again, (STOP_SIGNAL,))
                     return
                 # Raise only if the thread has not moved since the check; otherwise check again.
                 if sys._current_frames().get(self.ident or 0) is frame and frame.f_lasti == at:

@@ -34,7 +34,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from xpool._calls.options import check_count, check_optional
+from xpool._calls.options import check_count
 from xpool.devices._device_context import DeviceContext
 from xpool.devices._host import Accelerator, Chip, Gpu, Host
 from xpool.devices._kinds import KINDS, DeviceRequest, best
@@ -105,7 +105,8 @@ def devices(
             f"devices(kind={kind!r}): no such kind; use 'auto' or {sorted(KINDS)}.{hint}"
         )
     for name, value in (("n", n), ("per_worker", per_worker), ("per_process", per_process)):
-        check_optional(check_count, name, value)
+        if value is not None:
+            check_count(name, value)
     if framework not in (None, "torch_xla", "torch_tpu"):
         raise OptionError(f"framework must be 'torch_xla' or 'torch_tpu', not {framework!r}")
     if host is None:

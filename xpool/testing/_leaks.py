@@ -175,7 +175,7 @@ def descriptors() -> dict[int, str]:
     CUDA and of libffi (its own file), and one that is reserved for imports after a failed task.
     """
     found = {}
-    kept = failures.kept_descriptor()
+    kept = failures._spare
     cudas = ("/dev/nvidia", "anon_inode:[eventfd]") if _has_started_cuda() else ()
     ignored = (ARENA, SHM + CUDAS, *cudas)
     for name in os.listdir("/proc/self/fd"):

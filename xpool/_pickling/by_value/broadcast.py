@@ -56,21 +56,16 @@ class Broadcast:
 
     @property
     def _about(self) -> tuple[Any, ...]:
+        """The arguments of `open_broadcast`, without the buffer."""
         token = None if self._token is None else self._token.name
         return self.pool, token, self._place, self.nbytes
-
-    @property
-    def parts(self) -> tuple[Block | None, tuple[Any, ...]]:
-        """The token, and the other arguments of `open_broadcast`."""
-        return self._token, self._about
 
     def content(self) -> memoryview:
         """Return the message itself, to read it in the process that wrote it."""
         if self._token is not None:
             block: Block = self._token.former
             return block.view(self.nbytes)
-        pages: memoryview = self._place.pages()
-        return pages
+        return self._place.pages()  # type: ignore[no-any-return]
 
     def __reduce__(self) -> Any:
         return open_broadcast, (None, *self._about)

@@ -99,7 +99,8 @@ def referred(whole: tuple[Any, ...], shares: bool) -> tuple[Any, ...]:
     if all(map(operator.is_, found, whole)):
         return whole
     common = finder.of_globals.keys() & finder.copied(found)
-    return whole if any(_is_kept(finder.of_globals[one]) for one in common) else found
+    objects = (finder.of_globals[one] for one in common)
+    return whole if any(_is_changeable(one) or _has_memory(one) for one in objects) else found
 
 
 def _warn_of_variables(initializer: Any) -> None:
@@ -270,7 +271,3 @@ def _has_memory(obj: Any) -> bool:
     return any(
         one.__module__ in ("torch", "numpy") and one is not object for one in type(obj).__mro__
     )
-
-
-def _is_kept(obj: Any) -> bool:
-    return _is_changeable(obj) or _has_memory(obj)

@@ -94,8 +94,7 @@ def _place_of(pickler: Context, obj: object) -> tuple[str, str] | None:
             for name, value in list(namespace(module).items()):
                 if has_no_state(value):
                     places.setdefault(id(value), (module, name))
-    found: tuple[str, str] | None = places.get(id(obj))
-    return found
+    return places.get(id(obj))
 
 
 # How many modules there were, and the globals of installed ones that are `object()`, by id.

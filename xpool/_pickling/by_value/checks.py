@@ -264,5 +264,4 @@ def _annotations(holder: Any) -> dict[str, Any]:
         import annotationlib  # imported here, because few programs have a large global
 
         return annotationlib.get_annotations(holder, format=annotationlib.Format.STRING)
-    found: dict[str, Any] = vars(holder).get("__annotations__", {})
-    return found
+    return vars(holder).get("__annotations__", {})  # type: ignore[no-any-return]

@@ -532,7 +532,7 @@ def _make(
     creation: dict[str, Any],
 ) -> Any:
     def build() -> Any:
-        if main.is_forked():
+        if main.is_forked:
             inherited = _inherited(creation["__module__"], creation["__qualname__"], bases)
             if inherited is not None:
                 return inherited

@@ -17,9 +17,7 @@ from xpool._pickling.by_value.origin import name_of
 from xpool._pickling.by_value.registered_calls import CALL_OF_SCRIPT
 
 _future: Any = import_module("__future__")  # an import statement of it is a directive elsewhere
-_FUTURE = functools.reduce(
-    int.__or__, (getattr(_future, name).compiler_flag for name in _future.all_feature_names)
-)
+_FUTURE = sum(getattr(_future, name).compiler_flag for name in _future.all_feature_names)
 
 
 class Call(NamedTuple):

@@ -45,7 +45,7 @@ class SentGroup:
         self.leads = False  # whether the values use other globals
 
     def entry(self) -> Entry:
-        data = self.data.parts[1] if self.kind == Kind.PLACED else self.data
+        data = self.data._about if self.kind == Kind.PLACED else self.data
         return self.kind, self.serial, self.first, self.keys, data
 
 

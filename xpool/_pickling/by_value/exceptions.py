@@ -8,7 +8,6 @@ attributes are set afterwards.
 from __future__ import annotations
 
 import builtins
-import sys
 from typing import Any
 
 from xpool import errors
@@ -102,7 +101,7 @@ def _advice(exc: BaseException) -> str:
 
 def _text(obj: Any) -> Any:
     """Return an object that has the same repr as this one, for attributes that cannot be sent."""
-    return _Text(safe_repr(obj, sys.maxsize))
+    return _Text(safe_repr(obj))
 
 
 class _Text(str):

@@ -45,6 +45,7 @@ from xpool._pickling.by_value.origin import (
     module_of,
     origin_of,
 )
+from xpool._pickling.by_value.own_objects import made_as
 from xpool._pickling.by_value.reads import classes_of, is_open, keys_of, required_of, use_of
 from xpool._pickling.reducers import (
     FOR_SUBCLASSES,
@@ -264,9 +265,7 @@ def _fill_function(function: FunctionType, state: dict[str, Any]) -> None:
         setattr(function, name, value)
 
 
-@register(BuiltinFunctionType)
-def _reduce_builtin(pickler: Context, function: Any) -> Any:
-    return original(function) or NotImplemented
+register(BuiltinFunctionType)(lambda _, function: original(function) or NotImplemented)
 
 
 @register(CodeType)
@@ -320,7 +319,7 @@ def _reduce_method(pickler: Context, method: MethodType) -> Any:
             if pickler.blob and _of_class_by_value(pickler, owner, found):
                 break
             return getattr, (owner, found)
-    return _bind, (method.__func__, owner)
+    return MethodType, (method.__func__, owner)
 
 
 def _is_own(owner: Any, name: str) -> bool:
@@ -337,10 +336,6 @@ def _of_class_by_value(pickler: Context, owner: Any, name: str) -> bool:
         if name in vars(one):
             return name_for(pickler, one) is None
     return True  # the attribute is in the metaclass, or in the object itself
-
-
-def _bind(function: Any, owner: Any) -> MethodType:
-    return MethodType(function, owner)
 
 
 def _private_names(owner: Any, name: str) -> Iterator[str]:
@@ -360,7 +355,7 @@ def _reduce_property(pickler: Context, obj: property) -> Any:
     state = getattr(obj, "__dict__", None)  # only an instance of a subclass has it
     if kind is property:
         return kind, parts
-    return _wrapped, (property, kind, parts), state or None, None, None, set_attributes
+    return made_as, (property, kind, parts), state or None, None, None, set_attributes
 
 
 @register(classmethod, staticmethod)
@@ -369,14 +364,7 @@ def _reduce_wrapper(pickler: Context, obj: Any) -> Any:
     if kind in (classmethod, staticmethod):
         return _with_attributes(obj, kind, args)
     base = classmethod if issubclass(kind, classmethod) else staticmethod
-    return _with_attributes(obj, _wrapped, (base, kind, args))
-
-
-def _wrapped(base: Any, kind: Any, parts: tuple[Any, ...]) -> Any:
-    """Make an object of a subclass, whose own ``__new__`` and ``__init__`` may want other parts."""
-    made = base.__new__(kind)
-    base.__init__(made, *parts)
-    return made
+    return _with_attributes(obj, made_as, (base, kind, args))
 
 
 def own_attributes(wrapper: Any) -> dict[str, Any]:
@@ -426,11 +414,7 @@ def _partialmethod(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -
 
 @register(MappingProxyType)
 def _reduce_proxy(pickler: Context, obj: Any) -> Any:
-    return _make_proxy, (gc.get_referents(obj)[0],)  # the dict that it shows
-
-
-def _make_proxy(values: Any) -> MappingProxyType[Any, Any]:
-    return MappingProxyType(values)
+    return MappingProxyType, (gc.get_referents(obj)[0],)  # the dict that it shows
 
 
 # -- modules ------------------------------------------------------------------------------

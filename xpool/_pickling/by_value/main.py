@@ -13,7 +13,7 @@ from typing import Any
 
 from xpool._pickling.by_value.origin import MISSING, namespace, program_modules
 
-_replica = _forked = False
+is_replica = is_forked = False
 # In a fork of the program: the globals of its modules as they were at the fork.
 _initial: dict[str, dict[str, Any]] = {}
 
@@ -24,17 +24,9 @@ def mark_worker(*, forked: bool = False) -> None:
     Args:
         forked: whether the process is a fork of its parent, with objects that cannot be pickled.
     """
-    global _replica, _forked, _initial
-    _replica, _forked = True, forked
+    global is_replica, is_forked, _initial
+    is_replica, is_forked = True, forked
     _initial = {name: dict(namespace(name)) for name in program_modules()} if forked else {}
-
-
-def is_replica() -> bool:
-    return _replica
-
-
-def is_forked() -> bool:
-    return _forked
 
 
 def was_set_here(module: str, name: str) -> bool:
@@ -42,7 +34,7 @@ def was_set_here(module: str, name: str) -> bool:
     values = namespace(module)
     if name not in values or name.startswith("__"):
         return False
-    if not _forked:
+    if not is_forked:
         return module == "__main__"  # an import has set the others
     inherited = _initial.get(module)  # None: an import has made it
     return inherited is not None and inherited.get(name, MISSING) is not values[name]

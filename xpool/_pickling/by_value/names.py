@@ -238,9 +238,9 @@ def _for_program(obj: Any, module: str, path: str) -> Any:
         entry = registry.known(obj)
         if entry is not None:
             return None if entry.own else (of_program, (entry.token, module, path))
-        if not main.is_forked():
+        if not main.is_forked:
             return None
-    elif (module, path.partition(".")[0]) not in received and not main.is_forked():
+    elif (module, path.partition(".")[0]) not in received and not main.is_forked:
         return None
     if found_here(module, path) is not obj:
         return None
@@ -275,7 +275,7 @@ def script_top() -> Any:  # imported late, because few workers send, and it impo
 def original_of(module: str, name: str) -> Any:
     """Return what the import of an installed module makes under a name."""
     there = get_global(module, name)
-    if not main.is_forked():
+    if not main.is_forked:
         return originals.get((module, name), there)
     # This process has inherited what the program has assigned.
     known = gc.get_objects()

@@ -253,8 +253,7 @@ def program_modules() -> tuple[str, ...]:
 
 def namespace(module: str) -> dict[str, Any]:
     """Return the globals of a module of the program; empty if there is no such module."""
-    found: dict[str, Any] = getattr(find_module(module), "__dict__", {})
-    return found
+    return getattr(find_module(module), "__dict__", {})
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def _reduce_own(pickler: Context, obj: Any) -> Any:
         if len(reduced) == 2 and not in_message and origin != INSTALLED:
             base, attributes = _left_out(obj)
             if base is not None and reduced[0] is kind:
-                reduced = _made_as, (base, kind, reduced[1])
+                reduced = made_as, (base, kind, reduced[1])
             if any(attributes):
                 return *reduced, attributes, None, None, set_state
         return reduced
@@ -117,8 +117,8 @@ def _left_out(obj: Any) -> tuple[Any, tuple[dict[str, Any], dict[str, Any]]]:
     return base if makes else None, (attributes, slots)
 
 
-def _made_as(base: Any, kind: Any, args: tuple[Any, ...]) -> Any:
-    """Make an object as a class of a library would, without the code of the program's class."""
+def made_as(base: Any, kind: Any, args: tuple[Any, ...]) -> Any:
+    """Make an object as its base class would, without the code of the program's class."""
     made = base.__new__(kind, *args)
     if base.__init__ is not object.__init__:
         base.__init__(made, *args)

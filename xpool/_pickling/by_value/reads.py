@@ -319,11 +319,9 @@ _OF_PYTHON = frozenset({"builtins", "io", "_io"})
 def own_classes(modules: Iterable[str]) -> set[Key]:
     """Return the globals of these modules that are classes of the program."""
     spaces = [(one, list(namespace(one).items())) for one in modules]
-    return {(one, name) for one, items in spaces for name, value in items if _is_class(value)}
-
-
-def _is_class(value: Any) -> bool:
-    return issubclass(type(value), type) and origin_of(value.__module__) != INSTALLED
+    every = ((one, name, value) for one, items in spaces for name, value in items)
+    some = ((one, name, value) for one, name, value in every if issubclass(type(value), type))
+    return {(one, name) for one, name, value in some if origin_of(value.__module__) != INSTALLED}
 
 
 def of_annotations(annotations: dict[str, Any], module: str) -> set[Key]:
@@ -451,8 +449,7 @@ def _inside(one: Any) -> Iterable[Any]:
     kind = type(one)
     parts = _PARTS.get(kind)
     if parts is not None:
-        found: Iterable[Any] = parts(one)
-        return found
+        return parts(one)
     if issubclass(type(one), property):
         return functions_in(one)
     if issubclass(type(one), functools.partial):
@@ -516,10 +513,6 @@ def _of_function(function: FunctionType) -> Iterable[Any]:
     return *inside, *vars(function).values()
 
 
-def _values(one: Any) -> Iterable[Any]:
-    return list(one.values())
-
-
 def _attributes(one: Any) -> Iterable[Any]:
     return list(getattr(one, "__dict__", {}).values())
 
@@ -528,7 +521,7 @@ _PARTS: dict[Any, Callable[[Any], Iterable[Any]]] = {
     FunctionType: _of_function,
     MethodType: lambda one: (one.__func__,),
     **dict.fromkeys((staticmethod, classmethod), functions_in),
-    **dict.fromkeys((dict, MappingProxyType), _values),
+    **dict.fromkeys((dict, MappingProxyType), lambda one: list(one.values())),
     **dict.fromkeys((list, tuple, set, frozenset), list),
     **dict.fromkeys((CachedFunction, functools.cached_property), _attributes),
     **dict.fromkeys((functools.partialmethod, functools.singledispatchmethod), _attributes),

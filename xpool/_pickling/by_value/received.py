@@ -60,7 +60,7 @@ from xpool._pickling.pickler import decode
 from xpool._python import at_fork, failures
 from xpool._python.hidden import is_attribute
 from xpool._python.import_hooks import when_imported
-from xpool._python.interrupt import pass_on, uninterrupted
+from xpool._python.interrupt import frames_of, pass_on, uninterrupted
 
 
 class _Incoming:
@@ -101,7 +101,7 @@ def prepare(state: bytes, *buffers: Any) -> None:
         heard.append((state, buffers))
     elif state == here.last:
         return
-    if not main.is_replica():
+    if not main.is_replica:
         return
     sender, serial, epoch, exact, placed = HEAD.unpack_from(state)
     if exact and here.parent is None:
@@ -222,7 +222,8 @@ def _take(
     new = {key for key in keys if key not in _incoming.serials}
     if ours:
         # Globals that code of this worker has set, and that the program has not changed since.
-        kept = {key for key in new if first and "." not in key[1] and _was_set_here(key)}
+        plain = {key for key in new if first and "." not in key[1] and _had(key) is None}
+        kept = {key for key in plain if main.was_set_here(*key)}
     else:
         kept = {key for key in keys if _keeps(key)}
     if kind in _MAKERS:
@@ -245,7 +246,7 @@ def _take(
     elif kind == Kind.REMOVED:
         _take_back(keys[0], to_import=data)
     # A fork has the program's value, which cannot be pickled.
-    elif not main.is_forked() and keys[0] not in kept:
+    elif not main.is_forked and keys[0] not in kept:
         _refuse(kind, keys[0], data)
     for key in keys:
         if ours:
@@ -331,7 +332,7 @@ def _define(key: Key, ident: int, code: bytes, defaults: Any, kwdefaults: Any, d
     # The program has changed the function itself: others refer to it, too.  To that of a fork,
     # classes refer that the program has not changed since.
     if type(function) is FunctionType and (
-        function.__code__ == made if known is None and main.is_forked() else known == ident
+        function.__code__ == made if known is None and main.is_forked else known == ident
     ):
         function.__code__ = made
     else:
@@ -431,17 +432,17 @@ def _take_back(key: Key, to_import: bool) -> None:
     """Remove a global; with ``to_import``, set it to the object that the import has made."""
     _incoming.waiting.pop(key, None)
     original = originals.get(key, MISSING)
-    inherited = to_import and main.is_forked() and origin_of(key[0]) != SENT
+    inherited = to_import and main.is_forked and origin_of(key[0]) != SENT
     if inherited and "." not in key[1]:
         original = original_of(*key)
     if to_import and original is not MISSING:
         _set(key, original)
     elif not to_import or key in originals or origin_of(key[0]) == SENT:
-        _note_original(key)
         _remove(key)
 
 
 def _remove(key: Key) -> None:
+    _note_original(key)
     holder, name = place_of(key)
     if type(holder) is dict:
         holder.pop(name, None)
@@ -455,7 +456,6 @@ def _refuse(kind: int, key: Key, reason: str) -> None:
     if key[0] == MODULES:
         _set(key, None)  # so that an import does not find another module
     elif kind == Kind.REFUSED:
-        _note_original(key)
         _remove(key)
     elif not _has(key):  # an object that a task has made under this name stays
         _set(key, None)
@@ -473,7 +473,7 @@ def _keeps(key: Key) -> bool:
     It does not keep one that such a state has set before.  A fork of the program has values of the
     time of the fork, and its own versions of classes.
     """
-    inherited = main.is_forked() and "." not in key[1] and key not in received
+    inherited = main.is_forked and "." not in key[1] and key not in received
     return _has(key) and _had(key) is None and not (inherited and not main.was_set_here(*key))
 
 
@@ -482,10 +482,6 @@ def _had(key: Key) -> int | None:
     this worker has not set it since then."""
     found = _incoming.lent.get(key)
     return found[0] if found is not None and value_of(key) is found[1] else None
-
-
-def _was_set_here(key: Key) -> bool:
-    return main.was_set_here(*key) and _had(key) is None
 
 
 def _has_equal(kind: int, keys: tuple[Key, ...], data: Any) -> bool:
@@ -635,7 +631,7 @@ def missing_global(exc: BaseException) -> str | None:
         found = _explained(keys[0]) if keys else None
     elif isinstance(name, str) and (key := key_of_alias(name)) in _incoming.missing:
         found = _explained(key)
-    if found is None and unnamed is not None and main.is_replica():
+    if found is None and unnamed is not None and main.is_replica:
         found = (
             f"If __main__ of the program has {unnamed!r}, it was not sent to this worker, because "
             "no function of its tasks names it. Name it in the function, or pass it as an argument."
@@ -676,21 +672,16 @@ def _attribute(exc: AttributeError, name: str | None) -> str | None:
 
 
 def _module_of(exc: BaseException) -> str:
-    trace, module = exc.__traceback__, "__main__"
-    while trace is not None:
-        module = trace.tb_frame.f_globals.get("__name__", module)
-        trace = trace.tb_next
-    return module
+    names = [one.f_globals["__name__"] for one in frames_of(exc) if "__name__" in one.f_globals]
+    return names[-1] if names else "__main__"
 
 
 def _global_left_none(exc: AttributeError) -> str | None:
     """Say that code has used a global that is None in this worker, and not in the program."""
-    trace = exc.__traceback__
-    if not _incoming.missing or trace is None or getattr(exc, "obj", exc) is not None:
+    frames = [*frames_of(exc)]
+    if not _incoming.missing or not frames or getattr(exc, "obj", exc) is not None:
         return None
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    names = set(trace.tb_frame.f_code.co_names)
+    names = set(frames[-1].f_code.co_names)
     # "Config.pool" comes before "pool", because code that reads the first also has the second name.
     for key, reason in sorted(_incoming.missing.items(), key=lambda one: "." not in one[0][1]):
         if names.issuperset(key[1].split(".")) and value_of(key) is None:

@@ -321,7 +321,7 @@ class Book:
         top = script_top().top_of_main()
         self._imports, self._nones = top.imports, top.nones
         registered_calls.look_at_script(top.calls)
-        tables = hidden.reducer_tables()
+        tables = dict(copyreg.dispatch_table), dict(hidden.forking)
         registered_calls.look_at_reducers()
         self._looked_at = [*registered], *tables
         calls = ((CALLS, name) for name in registered)
@@ -719,11 +719,11 @@ class Book:
             if self.told not in self._fresh:
                 self._fresh[self.told] = self._write(layout, self.told)
             return self._fresh[self.told]
-        tokens = [token for place in places if (token := place.parts[0]) is not None]
+        tokens = [token for place in places if (token := place._token) is not None]
         place = about = None
         if len(written) >= INLINE_BELOW and layout.publisher is not None:
             place = layout.publisher(lambda _: written, "program's state")
-            token, about = place.parts
+            token, about = place._token, place._about
             if token is not None:
                 tokens.append(token)
             written = b""

@@ -41,10 +41,10 @@ from xpool._pickling.by_value.settings_rows import (
     filters,
     loggers,
 )
+from xpool._python import worker_local
 from xpool._python.at_fork import renew
 from xpool._python.import_hooks import before_imports, is_initializing, when_imported
 from xpool._python.interrupt import uninterrupted
-from xpool._python.worker_local import process_is_shared
 
 
 class Snapshot(NamedTuple):
@@ -55,19 +55,6 @@ class Snapshot(NamedTuple):
 # -- of libraries ----------------------------------------------------------------------------------
 
 _context = attrgetter("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "traps")
-
-
-class _Held(tuple[Any, ...]):
-    """The fields of a decimal context, with the context: its traps are valid while it exists."""
-
-    owner: Any
-
-
-def _keep_context(token: Any) -> Any:
-    owner = sys.modules["decimal"].getcontext().copy()
-    held = _Held(_context(owner))
-    held.owner = owner
-    return held
 
 
 def _context_value(token: Any) -> Any:
@@ -97,14 +84,8 @@ def _part(where: str, name: str) -> Any:
 # From numpy 2 on, each change makes a new object, and in newer versions a new dict of options.
 
 
-def _np_errors(numpy: Any) -> Any:
-    variable = _part("numpy._core._ufunc_config", "_extobj_contextvar")
-    return numpy.geterr if variable is None else variable.get
-
-
-def _np_printing(numpy: Any) -> Any:
-    variable = _part("numpy._core.printoptions", "format_options")
-    return numpy.get_printoptions if variable is None else variable.get
+def _np(where: str, name: str, before: str) -> Any:
+    return lambda numpy: getattr(_part(where, name), "get", None) or getattr(numpy, before)
 
 
 def _np_printing_value(token: Any) -> Any:
@@ -128,10 +109,7 @@ _NP_PRINTING = (
 
 
 _PRINTING = "precision", "threshold", "edgeitems", "linewidth", "sci_mode"
-
-
-def _torch_printing(torch: Any) -> Callable[[], Any]:
-    return functools.partial(attrgetter(*_PRINTING), _part("torch._tensor_str", "PRINT_OPTS"))
+_printing = attrgetter(*_PRINTING)
 
 
 def _torch_device(torch: Any) -> Callable[[], Any]:
@@ -311,14 +289,14 @@ TABLE: tuple[Row, ...] = (
         lambda decimal: lambda: _context(decimal.getcontext()),
         _set_context,
         _context_value,
-        keep=_keep_context,
+        keep=lambda token: (*token[:-1], dict(token[-1])),
         per_thread=True,
     ),
     Line(
         "numpy error state",
         "numpy",
         _NP_ERRORS,
-        _np_errors,
+        _np("numpy._core._ufunc_config", "_extobj_contextvar", "geterr"),
         lambda numpy, value: numpy.seterr(**dict(value)),
         lambda token: tuple(sorted(sys.modules["numpy"].geterr().items())),
         per_thread=True,
@@ -328,7 +306,7 @@ TABLE: tuple[Row, ...] = (
         "numpy print options",
         "numpy",
         _NP_PRINTING,
-        _np_printing,
+        _np("numpy._core.printoptions", "format_options", "get_printoptions"),
         lambda numpy, value: numpy.set_printoptions(**dict(value)),
         _np_printing_value,
         per_thread=True,
@@ -380,7 +358,7 @@ TABLE: tuple[Row, ...] = (
         "torch print options",
         "torch",
         (4, 1000, 3, 80, None),
-        _torch_printing,
+        lambda _: functools.partial(_printing, _part("torch._tensor_str", "PRINT_OPTS")),
         lambda torch, value: torch.set_printoptions(**dict(zip(_PRINTING, value))),
     ),
     Options(
@@ -584,7 +562,7 @@ def begin_worker(serials: dict[str, Any]) -> None:
     with _lock:
         # A fork has what its parent had received, perhaps from another program.
         _thread.reset()
-        if _begun == os.getpid() and process_is_shared():
+        if _begun == os.getpid() and worker_local.shared:
             return  # another worker of this process was the first
         _begun = os.getpid()
         _process.reset()

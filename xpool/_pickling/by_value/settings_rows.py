@@ -301,10 +301,6 @@ def arguments(argv: Any) -> tuple[str, ...]:
     )
 
 
-def _set_arguments(_: object, value: Any) -> None:
-    sys.argv[:] = value
-
-
 _zone = attrgetter("tzname", "timezone", "altzone", "daylight")
 
 
@@ -667,8 +663,7 @@ def _stand_in(logging: Any, module: str, name: str, attributes: Any) -> Any:
     return one
 
 
-digits: Callable[[], int]
-digits = getattr(sys, "get_int_max_str_digits", lambda: 4300)  # Python 3.10.0 to 3.10.6
+digits: Any = getattr(sys, "get_int_max_str_digits", lambda: 4300)  # Python 3.10.0 to 3.10.6
 
 environ, filters, loggers = Environ(), Filters(), Loggers()
 
@@ -690,7 +685,7 @@ OF_PYTHON: tuple[Row, ...] = (
         "sys",
         STARTED,
         lambda _: functools.partial(getattr, sys, "argv", None),
-        _set_arguments,
+        lambda _, value: sys.argv.__setitem__(slice(None), value),
         arguments,
         keep=lambda token: list(token) if isinstance(token, list) else token,
     ),

@@ -104,9 +104,7 @@ def package_generator(module: str) -> Any:
 
 def own_generator(module: str, kind: str, name: str) -> Any:
     """Return a new generator, with a seed for this worker and name."""
-    import random  # few programs have such a global
-
-    seed = random.SystemRandom().getrandbits(64) if seed_of is None else seed_of(name)
+    seed = int.from_bytes(os.urandom(8), "big") if seed_of is None else seed_of(name)
     generator = _with_seed((module, kind), seed)
     _made[name] = (module, kind), generator
     return generator
@@ -161,14 +159,9 @@ register(io.BufferedWriter, io.BufferedReader, io.FileIO)(_reduce_stream)  # buf
 FOR_SUBCLASSES[io.TextIOWrapper] = _reduce_stream
 
 
-@register(type(os.environ))
-def _reduce_environ(pickler: Context, obj: Any) -> Any:
-    return (getattr, (os, "environ")) if obj is os.environ else NotImplemented
-
-
-@register(struct.Struct)
-def _reduce_struct(pickler: Context, obj: Any) -> Any:
-    return struct.Struct, (obj.format,)
+_ENVIRON: Any = getattr, (os, "environ")
+register(type(os.environ))(lambda _, obj: _ENVIRON if obj is os.environ else NotImplemented)
+register(struct.Struct)(lambda _, obj: (struct.Struct, (obj.format,)))
 
 
 @register(itertools.count)
@@ -182,14 +175,10 @@ def _reduce_count(pickler: Context, counter: Any) -> Any:
     return itertools.count, tuple(numbers)
 
 
-def _empty() -> Any:
-    yield
-
-
 _MAKERS: Any = (contextlib.contextmanager, contextlib.asynccontextmanager)
 
 
-@register(*(type(make(_empty)()) for make in _MAKERS))
+@register(*(type(make(iter)(())) for make in _MAKERS))
 def _reduce_manager(pickler: Context, obj: Any) -> Any:
     """Pickle the call that makes the manager, unless it was entered.  Decorators have these."""
     begun = not hasattr(obj, "func")
@@ -349,8 +338,8 @@ def _reduce_comparison(pickler: Context, key: Any) -> Any:
 
 @register(weakref.ref, weakref.WeakMethod)
 def _reduce_reference(pickler: Context, reference: Any) -> Any:
-    made = weak_method if type(reference) is weakref.WeakMethod else weak_reference
-    return NotImplemented if pickler.group is None else (made, (reference(),))
+    kind = "WeakMethod" if type(reference) is weakref.WeakMethod else "ref"
+    return NotImplemented if pickler.group is None else (weak, (kind, reference()))
 
 
 @register(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
@@ -364,16 +353,10 @@ def _reduce_weak(pickler: Context, obj: Any) -> Any:
     return type(obj), (), items, None, None, _fill_weak
 
 
-def weak_reference(obj: Any) -> Any:
-    if obj is None:
-        return weakref.ref(weakref.WeakSet())  # to an object that is gone
-    return weakref.ref(obj, partial(_keep, obj))
-
-
-def weak_method(method: Any) -> Any:
-    if method is None:
-        return weakref.WeakMethod(contextlib.ExitStack().close)  # of an object that is gone
-    return weakref.WeakMethod(method, partial(_keep, method))
+def weak(kind: str, obj: Any) -> Any:
+    """Return a weak reference of a kind in `weakref`; None: to an object that is gone."""
+    make = getattr(weakref, kind)
+    return make(contextlib.ExitStack().close) if obj is None else make(obj, partial(_keep, obj))
 
 
 def _keep(obj: Any, reference: Any) -> None:
@@ -383,11 +366,7 @@ def _keep(obj: Any, reference: Any) -> None:
 @register(weakref.ProxyType, weakref.CallableProxyType)
 def _reduce_proxy(pickler: Context, proxy: Any) -> Any:
     # Otherwise `pickle` sends a copy of the object itself.
-    return NotImplemented if pickler.group is None else (weak_proxy, (proxy.__init__.__self__,))
-
-
-def weak_proxy(obj: Any) -> Any:
-    return weakref.proxy(obj, partial(_keep, obj))
+    return NotImplemented if pickler.group is None else (weak, ("proxy", proxy.__init__.__self__))
 
 
 def _fill_weak(obj: Any, items: list[Any]) -> None:

@@ -73,11 +73,12 @@ def _lazy_pandas() -> None:
     pandas = sys.modules["pandas"]
     internals = sys.modules["pandas._libs.internals"]
     if hasattr(internals, "BlockValuesRefs"):  # from pandas 2.0 on
-        REDUCERS[internals.BlockValuesRefs] = _reduce_references
-        FOR_SUBCLASSES[internals.Block] = _reduce_block
+        REDUCERS[internals.BlockValuesRefs] = lambda _, references: (type(references), ())
+        FOR_SUBCLASSES[internals.Block] = lambda _, one: (_block, (*one.__reduce__(), one.refs))
         FOR_SUBCLASSES[pandas.Index] = _reduce_index
         managers = sys.modules["pandas.core.internals.managers"]
-        REDUCERS[managers.SingleBlockManager] = _reduce_series
+        # A manager's own state has the array and not the block.
+        REDUCERS[managers.SingleBlockManager] = lambda _, m: (type(m), (m.blocks[0], m.axes[0]))
 
 
 LAZY["numpy"] = _lazy_numpy
@@ -224,26 +225,12 @@ def _reduce_masked(pickler: Context, array: Any) -> Any:
     return _masked, (array.data, mask, array._fill_value, array.hardmask, array._optinfo)
 
 
-def _reduce_block(pickler: Context, block: Any) -> Any:
-    make, args = block.__reduce__()
-    return _block, (make, args, block.refs)
-
-
-def _reduce_series(pickler: Context, manager: Any) -> Any:
-    # Its own state has the array and not the block.
-    return type(manager), (manager.blocks[0], manager.axes[0])
-
-
 def _reduce_index(pickler: Context, index: Any) -> Any:
     reduced = index.__reduce_ex__(5)
     references = vars(index).get("_references")  # a range has no array
     if references is None or len(reduced) != 3 or reduced[2] is not None:
         return reduced
     return _index, (*reduced[:2], references)
-
-
-def _reduce_references(pickler: Context, references: Any) -> Any:
-    return type(references), ()
 
 
 # -- the receiving side ----------------------------------------------------------------------------

@@ -87,7 +87,8 @@ def _lazy_torch() -> None:
     REDUCERS[torch.nn.Parameter] = reduce_any
     REDUCERS[torch.UntypedStorage] = _reduce_storage
     FOR_SUBCLASSES[torch.Tensor] = reduce_subclass
-    REDUCERS[torch.storage.TypedStorage] = reduce_typed_storage
+    typed = torch.storage.TypedStorage
+    REDUCERS[typed] = lambda _, one: (_typed_storage, (one._untyped_storage, one.dtype))
     for kind in (torch.finfo, torch.iinfo):
         REDUCERS[kind] = lambda _, info: (type(info), (getattr(torch, info.dtype),))
     for kind in (torch.memory_format, torch.qscheme):
@@ -171,9 +172,7 @@ class Memory:
         return self._storage
 
 
-@register(Piece)
-def _reduce_piece(pickler: Context, piece: Piece) -> Any:
-    return Memory, (bytes_of(piece.start, piece.stop - piece.start, piece),)
+register(Piece)(lambda _, one: (Memory, (bytes_of(one.start, one.stop - one.start, one),)))
 
 
 # -- dense tensors -------------------------------------------------------------------------------
@@ -671,11 +670,7 @@ def _set_state(tensor: Any, state: Any) -> None:
         tensor.__setstate__(state)
 
 
-def reduce_typed_storage(pickler: Context, storage: Any) -> Any:
-    """Reduce a storage with a dtype, such as the old class ``FloatStorage``."""
-    return _typed_storage, (storage._untyped_storage, storage.dtype)
-
-
 def _typed_storage(storage: Any, dtype: Any) -> Any:
+    """Return a storage with a dtype, such as the old class ``FloatStorage``."""
     torch = sys.modules["torch"]
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)

@@ -220,8 +220,7 @@ class TensorHandle:
     @property
     def nbytes(self) -> int:
         """Size of the values, in bytes."""
-        size: int = prod(self.shape) * self.dtype.itemsize
-        return size
+        return prod(self.shape) * self.dtype.itemsize  # type: ignore[no-any-return]
 
     def cpu(self) -> Any:
         """Return a copy of the tensor in this process, on the CPU.
@@ -351,9 +350,6 @@ class Keeper:
             if not self._arena.alone(kept[0]):
                 self._kept[name] = kept
         return bool(self._kept)
-
-    def __len__(self) -> int:
-        return len(self._kept)
 
 
 def _compute() -> None:

@@ -112,8 +112,7 @@ class Seen(list[Entry]):
     def of(cls, pickler: Any) -> Seen:
         if pickler.tensors is None:
             pickler.tensors = cls()
-        seen: Seen = pickler.tensors
-        return seen
+        return pickler.tensors  # type: ignore[no-any-return]
 
     @property
     def again(self) -> bool:

@@ -53,7 +53,8 @@ _opened: dict[tuple[int, int, int, int], tuple[Any, float]] = {}
 """Buffers, and the times when they were last used, by device, inode, offset and length.  The last
 used one comes last.  Workers use this, and call `collect` regularly."""
 
-_keeps_opened = False
+keeps_opened = False
+"""Whether mappings are kept for tensors that are sent again; `collect` is called regularly then."""
 
 at_fork.renew(globals(), _lent=dict, _opened=dict)
 
@@ -205,12 +206,6 @@ def collect(most: int | None = None) -> bool:
     return bool(_lent or _opened)
 
 
-def keep_opened() -> None:
-    """Keep mappings for tensors that are sent again.  The caller must call `collect` regularly."""
-    global _keeps_opened
-    _keeps_opened = True
-
-
 def open_buffer(path: str, device: int, inode: int, offset: int, nbytes: int) -> Any:
     key = device, inode, offset, nbytes
     known = _opened.pop(key, None)  # removed, so that it comes last when it is entered again
@@ -220,7 +215,7 @@ def open_buffer(path: str, device: int, inode: int, offset: int, nbytes: int) ->
         gone = f"the file of a tensor is gone ({path}): its sender has ended"
         pages, skip = map_file((path, *key), True, gone)
         buffer = memoryview(pages)[skip:]
-    if _keeps_opened:
+    if keeps_opened:
         _opened[key] = buffer, time.monotonic()
         if len(_opened) > _MOST_OPENED:
             collect(0)

@@ -25,12 +25,11 @@ from xpool._pickling.tensors.mapped import imported_torch
 def lazy_script() -> None:
     """Register a reducer for functions and modules of TorchScript, which `pickle` refuses."""
     jit = sys.modules["torch.jit"]
-    REDUCERS[jit.ScriptFunction] = _reduce_script_function
+    REDUCERS[jit.ScriptFunction] = lambda _, one: (
+        _load_script,
+        (PickleBuffer(one.save_to_buffer()),),
+    )
     FOR_SUBCLASSES[jit.ScriptModule] = _reduce_script_module
-
-
-def _reduce_script_function(pickler: Context, script: Any) -> Any:
-    return _load_script, (PickleBuffer(script.save_to_buffer()),)
 
 
 def _reduce_script_module(pickler: Context, script: Any) -> Any:
