@@ -274,6 +274,57 @@ def test_an_open_pool_where_sigterm_ends_nothing(tmp_path, context, how):
     assert scripts.program(tmp_path, OPEN_AT_EXIT, context, how) == "[1]\n"
 
 
+HANDLERS = """
+    import asyncio, multiprocessing, os, signal, sys
+    import xpool
+
+    def handle(signum, frame):
+        print("a handler of the program runs in", "it" if os.getpid() == PROGRAM else "a worker")
+
+    def own(signum):
+        signal.signal(signum, lambda *_: print("the handler of a worker", flush=True))
+
+    def initialize(lock):
+        own(signal.SIGUSR2)
+
+    def strike(signum):
+        os.kill(os.getpid(), signum)
+        return signal.set_wakeup_fd(-1), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    async def serve():
+        stop = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+        arguments = (multiprocessing.Lock(),) if context is None else (None,)
+        for _ in range(3):
+            with xpool.Pool(2, initialize, arguments, context=context) as pool:
+                assert pool.apply(strike, (signal.SIGUSR2,)) == (-1, set())
+                died = [pool.apply_async(strike, (n,)) for n in (signal.SIGUSR1, signal.SIGALRM)]
+                for one in died:
+                    try:
+                        one.get()
+                    except xpool.WorkerDied as error:
+                        print(error.exitcode)
+            await asyncio.sleep(0)  # the loop reads its descriptor
+            await asyncio.sleep(0)
+        print(stop.is_set())
+
+    if __name__ == "__main__":
+        PROGRAM, context = os.getpid(), eval(sys.argv[1])
+        for signum in signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM:
+            signal.signal(signum, handle)
+        asyncio.run(serve())
+    """
+
+
+@pytest.mark.parametrize("context", ["None", "'fork'", *also("'spawn'")])
+def test_handlers_of_signals_stay_in_the_program(tmp_path, context):
+    """A worker that was forked, as with a lock in initargs, runs none of them, and its signals do
+    not wake the program's event loop, which would take the pool's SIGTERM for its own."""
+    died = [str(-number) for number in (signal.SIGUSR1, signal.SIGALRM)]
+    said = ["the handler of a worker", *died] * 3 + ["False"]
+    assert scripts.program(tmp_path, HANDLERS, context).splitlines() == said
+
+
 DAEMONS = """
     import itertools, sys, threading, time
     import xpool

@@ -471,7 +471,8 @@ class ProcessLauncher:
     def _start(self, process: Any) -> None:
         if self._method == "spawn":
             _resource_tracker().ensure_running()  # otherwise `start` does it, and unblocks SIGINT
-        with starting.interrupts_blocked():
+        # A fork has the handlers of the program until `entry.set_handlers`.
+        with starting.blocked(signal.valid_signals() if self.forks else [signal.SIGINT]):
             process.start()
 
 
@@ -512,8 +513,8 @@ def _enter_through(connection: Any, inherited: Any) -> None:
     with descriptors.on_copy(connection.fileno()) as sock:
         connection.close()
         _, fds, _ = descriptors.receive(sock, 1, 1)
-    entry.ignore_interrupts()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see `interrupts_blocked`
+    entry.set_handlers()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # `fds` is empty if the parent ended before it sent them.
     if fds and (code := entry.main(fds[0], inherited)):
         sys.exit(code)

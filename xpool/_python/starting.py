@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from xpool._python.descriptors import new_file
@@ -325,7 +325,7 @@ def start_server(fd: int, *imports: Sequence[str]) -> ServerProcess:
             else:
                 actions += [(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_RDWR, 0)]
         command = [path, *_options(), "-c", _COMMAND.format(fd=its_fd, file=its_file)]
-        with interrupts_blocked():
+        with blocked([signal.SIGINT]):
             pid = os.posix_spawn(command[0], command, os.environ, file_actions=actions)
     finally:
         os.close(file)
@@ -377,9 +377,9 @@ def occupy_streams() -> None:
 
 
 @contextlib.contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT while a process is started.  The process ignores SIGINT, then unblocks it."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+def blocked(signals: Iterable[int]) -> Iterator[None]:
+    """Block signals while a process is started.  The process sets its handlers, then unblocks."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:

@@ -111,6 +111,19 @@ def _read_config(tasks: int) -> dict[str, Any]:
     return pickle.loads(_read(tasks, _HEAD.unpack(head)[2]))  # type: ignore[no-any-return]
 
 
+def set_handlers() -> None:
+    """Give all signals the handlers of a worker.
+
+    A fork of the program has the program's: a signal to the worker would run its cleanup here, and
+    stop its event loop, because Python writes the signal into the loop's wakeup descriptor.
+    """
+    signal.set_wakeup_fd(-1)
+    for signum in signal.valid_signals():
+        if callable(signal.getsignal(signum)):
+            signal.signal(signum, signal.SIG_DFL)
+    ignore_interrupts()
+
+
 def ignore_interrupts() -> None:
     """Ignore Ctrl-C, which goes to the whole process group; the parent decides to end workers."""
     signal.signal(signal.SIGINT, ignore)

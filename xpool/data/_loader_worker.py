@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import multiprocessing.context
 import random
-import signal
 import sys
 import threading
 import time
@@ -444,18 +443,8 @@ class AtStart:
 
 
 def begin() -> None:
-    """Prepare a worker: one thread for torch, and none of the program's signal handlers.
-
-    In a fork of the program, a signal would run the program's handler and write into the wakeup
-    descriptor of the program's event loop.
-    """
+    """Prepare a worker: one thread for torch."""
     torch.set_num_threads(1)
-    signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals():
-        handler = signal.getsignal(number)
-        module = getattr(handler, "__module__", None) or ""
-        if callable(handler) and not module.startswith(("xpool.", "_signal", "signal")):
-            signal.signal(number, signal.SIG_DFL)
 
 
 def receive(start: AtStart) -> None:
