@@ -1,5 +1,6 @@
 """Programs of several files: a task sees what the program has in its own modules."""
 
+import ast
 import sys
 from pathlib import Path
 
@@ -314,7 +315,7 @@ def test_a_function_of_numpy_that_the_script_has_imported(tmp_path):
 
 
 REPEATED = """
-    import sys
+    import sys, warnings
     import xpool
     import installed
 
@@ -338,23 +339,26 @@ REPEATED = """
         return Odd(1, 2)
 
     if __name__ == "__main__":
-        with xpool.Pool(1) as pool:
-            for func, value in (task, 0), (task, Odd(1, 2)), (task, Text()), (odd, 0):
+        with warnings.catch_warnings(record=True) as seen, xpool.Pool(1) as pool:
+            assert pool.map(task, [0]) == [1]
+            for func, value in (task, Odd(1, 2)), (task, Text()), (odd, 0):
                 try:
                     pool.map(func, [value])
                 except Exception as error:
                     print(type(error).__name__, *error.__notes__, sep="|")
+        print(*[(one.category.__name__, one.lineno, str(one.message)) for one in seen])
 """
 
 
 @pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="notes are new in Python 3.11")
 def test_an_error_before_or_after_the_task(tmp_path):
-    """An error of a repeated call, or of unpickling, has a note that says so."""
-    repeated, argument, text, result = run(
+    """An error of unpickling has a note that says so, and one of a repeated call is a warning."""
+    argument, text, result, repeated = run(
         tmp_path, REPEATED, installed="    def register(obj): ...\n"
     ).splitlines()
-    assert repeated.startswith("NameError|Raised by the call in line 8 of the script."), repeated
-    assert "The global 'made' of __main__ was not sent" in repeated
+    kind, line, why = ast.literal_eval(repeated)
+    assert (kind, line) == ("RuntimeWarning", 8) and "could not repeat this call" in why
+    assert "The global 'made' of __main__ was not sent" in why
     called = "The function was not called: the worker raised this while it unpickled the task."
     assert argument == text == f"TypeError|{called}"
     ran = "The task has run: the program raised this while it unpickled the result."

@@ -73,6 +73,22 @@ def test_records_arrive(kept, context):
     assert all("lock" in r.lock for r in kept)
 
 
+def _log_events(x):
+    logger = logging.getLogger("tasks")
+    logger.info({"event": "done", "n": x, "path": Path("/x"), 3: [b"y"]})
+    logger.info({"%d": 1}, x)
+    logger.info(["no", "dict"])
+
+
+def test_events_arrive(kept):
+    """A message that is a dict arrives as one, with texts for values that are no plain data."""
+    _run(_log_events, 5)
+    event, filled, text = kept
+    assert event.msg == {"event": "done", "n": 5, "path": "PosixPath('/x')", 3: [b"y"]}
+    assert (filled.msg, text.msg) == ("{'5': 1}", "['no', 'dict']")
+    assert event.args == filled.args == text.args == ()
+
+
 def _log_from_thread(x):
     thread = threading.Thread(target=_log_error)
     thread.start()
@@ -323,15 +339,15 @@ def _warn(_):
         warnings.warn("take care", stacklevel=1)
 
 
-def test_warnings_come_once_for_each_place():
-    """A warning of many tasks is shown once in the program."""
+@pytest.mark.parametrize(("action", "times"), [("default", 1), ("always", 12)])
+def test_warnings_come_as_often_as_the_filters_say(action, times):
+    """A warning of many tasks is shown once in the program by default. Filters see its module."""
     with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings(action, module=__name__)
         _run(_warn, *range(6))
-    (warning,) = seen
-    assert str(warning.message) == "take care"
-    assert warning.category is UserWarning
-    assert warning.filename == __file__
+    assert [str(one.message) for one in seen] == ["take care"] * times
+    assert {(one.category, one.filename) for one in seen} == {(UserWarning, __file__)}
 
 
 SHOWS = """
@@ -360,8 +376,8 @@ SHOWS = """
 
 
 def test_a_function_of_the_program_that_shows_warnings(tmp_path):
-    """It is called in the worker; without it, the program shows warnings, once for each place."""
-    assert scripts.program(tmp_path, SHOWS) == "own first\n['first'] ['second']\n"
+    """It is called in the worker; without it, the program shows warnings."""
+    assert scripts.program(tmp_path, SHOWS) == "own first\n['first', 'second'] ['second']\n"
 
 
 class Detailed(UserWarning):

@@ -51,6 +51,9 @@ def setup(*args, **options):
     ran.append([*args, *options.items()])
 
 import engine.backends
+
+def print_all(*args):
+    ran.append(args)
 """
 
 PREAMBLE = """
@@ -291,6 +294,8 @@ engine.imwrite("a file")
 engine.init_process_group = engine.echo = setup
 engine.init_process_group("joins other processes")
 engine.echo("prints")
+from engine import print_all as say
+say("prints, by its own name")
 engine.distributed = engine
 engine.distributed.setup("joins other processes, too")
 import wandb

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import os
 import queue
 import socket
@@ -38,8 +39,8 @@ MOST_WAITING = 256
 MOST_DROPPED = 2**40
 """The largest number of dropped notices that a worker may report."""
 
-_PLACES = 10_000
-"""Most places in the code whose warnings are remembered as shown."""
+_MOST_SHOWN = 1000
+"""Most files, and most warnings of each, that are remembered as shown."""
 
 _SOURCE_BYTES = 4 << 20
 """Size in bytes of the largest source file from which a warning shows its line."""
@@ -79,7 +80,7 @@ class Relay:
         self._waiting = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._handled = 0
-        self._places: set[tuple[Any, ...]] = set()  # places of warnings that were shown
+        self._shown: dict[str, dict[Any, Any]] = {}  # by file, as `__warningregistry__`
 
     def pair(self, worker: int, box: Outbox) -> tuple[LogSocket, int]:
         """Return the two ends of a socket for one worker: the parent's, and the worker's."""
@@ -204,16 +205,17 @@ class Relay:
             )
 
     def _warn(self, shown: _Shown) -> None:
-        # Each worker sends a warning once; the program shows it only for the first worker.
-        if shown.place in self._places:
-            return
-        if len(self._places) >= _PLACES:
-            self._places.clear()
-        self._places.add(shown.place)
         message = shown.message()
         category, filename = type(message), _readable(shown.filename)
+        # As Python remembers for a module what it has shown: by text, class and line.
+        if len(self._shown) >= _MOST_SHOWN:
+            self._shown.clear()
+        shown_here = self._shown.setdefault(filename, {})
+        if len(shown_here) >= _MOST_SHOWN:
+            shown_here.clear()
+        where = shown.where or None
         try:
-            warnings.warn_explicit(message, category, filename, shown.lineno)
+            warnings.warn_explicit(message, category, filename, shown.lineno, where, shown_here)
         except Warning as error:  # the filters made it an error, which nobody catches
             warnings.showwarning(error, category, filename, shown.lineno)
 
@@ -226,26 +228,26 @@ class _Shown:
     """
 
     def __init__(self, fields: dict[str, Any]) -> None:
-        texts = [fields.get(name) for name in ("text", "module", "name", "base", "filename")]
+        names = "text", "module", "name", "base", "filename", "where"
+        texts = [fields.get(name) for name in names]
         self.lineno: Any = fields.get("lineno")
         if any(type(one) is not str for one in texts) or type(self.lineno) is not int:
             raise ValueError(f"its fields are not those of a warning: {sorted(fields)}")
-        self.text, self._module, self._name, self._base, self.filename = map(str, texts)
-        self.place = self._module, self._name, self.filename, self.lineno
+        self.text, self._module, self._name, self._base, self.filename, self.where = map(str, texts)
 
     def message(self) -> Warning:
         """Return the warning, made without its constructor, whose arguments are unknown."""
-        category = self._category()
+        category: Any = self._category()
         # A class with its own `__str__` needs fields that its constructor sets.  Filters match the
         # class derived from it here, too.
         if category.__str__ is not Warning.__str__:
-            body = {"__module__": self._module, "__str__": Warning.__str__}
             try:
-                category = type(self._name, (category,), body)
+                category = _derived(self._name, category, self._module, True)
             except Exception:  # the class cannot be derived from
                 category = Warning
         try:
-            return Warning.__new__(category, self.text)
+            made: Warning = Warning.__new__(category, self.text)
+            return made
         except TypeError:  # the class has another built-in base, such as `OSError`
             return Warning(self.text)
 
@@ -259,7 +261,13 @@ class _Shown:
         base = vars(builtins).get(self._base)
         if not (isinstance(base, type) and issubclass(base, Warning)):
             base = Warning
-        return type(self._name, (base,), {"__module__": self._module})
+        return _derived(self._name, base, self._module)
+
+
+@functools.lru_cache(maxsize=256)  # the same class, so that its warnings are found to be shown
+def _derived(name: str, base: Any, module: str, own_text: bool = False) -> type[Warning]:
+    text = {"__str__": Warning.__str__} if own_text else {}
+    return type(name, (base,), {"__module__": module, **text})
 
 
 def _readable(filename: str) -> str:

@@ -185,16 +185,6 @@ def note_result(exc: BaseException) -> None:
     )
 
 
-def note_call(exc: BaseException, function: Any) -> None:
-    """Note in ``exc`` that a call of the script raised it, which a worker has repeated."""
-    lines = [line for *_, line in function.__code__.co_lines() if line]
-    _notes_of(exc).append(
-        f"Raised by the call in line {max(lines)} of the script. A worker repeats the calls of "
-        "installed packages that stand alone at the script's top. If workers do not need this "
-        'call, move it under `if __name__ == "__main__":`.'
-    )
-
-
 def note_batch(exc: BaseException, number: int, indices: Any) -> None:
     """Note in ``exc`` which batch of a loader raised it."""
     note = f"batch {number} (indices {safe_repr(indices, 400)})"

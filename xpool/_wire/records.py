@@ -34,7 +34,7 @@ _NUMBER = (int, float)
 _TEXT = (str, _NONE)
 # Handlers and formatters rely on these fields of every `logging.LogRecord`, and on their types.
 _FIELDS: dict[str, tuple[type, ...]] = {
-    "name": (str,), "msg": (str,), "levelname": (str,), "levelno": (int,), "pathname": (str,),
+    "name": (str,), "msg": (str, dict), "levelname": (str,), "levelno": (int,), "pathname": (str,),
     "filename": (str,), "module": (str,), "lineno": (int,), "funcName": _TEXT, "created": _NUMBER,
     "msecs": _NUMBER, "relativeCreated": _NUMBER, "thread": (int, _NONE), "threadName": _TEXT,
     "processName": _TEXT, "process": (int, _NONE), "exc_text": _TEXT, "stack_info": _TEXT,
@@ -61,6 +61,9 @@ def pack(kind: str, fields: Mapping[str, Any]) -> bytes:
 
 def _packed(kind: str, fields: Mapping[str, Any], most: int) -> bytes:
     plain = {name: _plain(value, most) for name, value in fields.items() if type(name) is str}
+    if type(msg := fields.get("msg")) is dict:  # each value arrives, as plain data or as its repr
+        pairs = [[_plain(key, most), _plain(one, most)] for key, one in msg.items()]
+        plain["msg"] = {"dict": pairs}
     import json  # late: few workers log
 
     text: str = json.dumps([kind, plain], ensure_ascii=False, separators=(",", ":"))
@@ -99,7 +102,7 @@ def record_from(fields: dict[str, Any]) -> "logging.LogRecord":
         raise ValueError(f"the level of a log record is {fields['levelno']}")
     # A field with the name of a method would hide the method.
     extra = {name: x for name, x in fields.items() if not hasattr(logging.LogRecord, name)}
-    return logging.makeLogRecord({**extra, "args": None, "exc_info": None})
+    return logging.makeLogRecord({**extra, "args": (), "exc_info": None})
 
 
 # -- values ----------------------------------------------------------------------------------------

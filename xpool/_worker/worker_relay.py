@@ -16,6 +16,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from xpool._python import descriptors
@@ -200,8 +201,10 @@ class _Relay:
         logging.basicConfig = basicConfig
 
     def _forward(self, record: logging.LogRecord, format_exception: Callable[[Any], str]) -> None:
-        fields = {**vars(record), "msg": record.getMessage()}
-        del fields["args"]
+        fields = dict(vars(record))
+        args = fields.pop("args")
+        if args or type(record.msg) is not dict:  # else it is an event, for a formatter
+            fields["msg"] = record.getMessage()
         exc_info = fields.pop("exc_info")
         if exc_info and not record.exc_text:
             fields["exc_text"] = format_exception(exc_info)
@@ -227,11 +230,23 @@ class _Relay:
                 "base": next(one.__name__ for one in builtin if issubclass(one, Warning)),
                 "filename": warning.filename,
                 "lineno": warning.lineno,
+                "where": _module_of(warning),
             }
             self.channel().send(WARNING, fields)
 
         # A `warnings.showwarning` of the program comes first, as in a fork.
         setattr(warnings, SHOWS_WARNING, show)
+
+
+def _module_of(warning: Any) -> str:
+    """Return the name of the module in which a warning was given; "": it is not on the stack."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        place = frame.f_code.co_filename, frame.f_lineno
+        if place == (warning.filename, warning.lineno):
+            return str(frame.f_globals.get("__name__", ""))
+        frame = frame.f_back
+    return ""
 
 
 def _is_handled(logging: Any, logger: Any) -> bool:

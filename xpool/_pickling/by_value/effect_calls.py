@@ -93,11 +93,12 @@ _OUTSIDE = (
     "save", "write", "dump", "to_", "download", "upload", "send", "post", "put", "delete", "remove",
     "show", "run", "main", "Fire", "serve", "start", "set_start_method", "print", "log", "trace",
     "debug", "info", "success", "warn", "error", "critical", "exception", "echo", "confirm",
-    "prompt", "display", "init_process_group", "init_distributed", "init_rpc", "barrier",
+    "prompt", "display", "inspect", "summary", "wait", "pause", "init_process_group",
+    "init_distributed", "init_rpc", "barrier",
 )  # fmt: skip
 """The beginnings of names of functions that act on something outside of the process."""
 
-_WRITING = ("write", "save", "dump", "export")
+_WRITING = ("write", "save", "dump", "export", "print", "echo", "download")
 """The ends of such names, as of ``imwrite``."""
 
 
@@ -115,9 +116,18 @@ def _appending(call: ast.Call) -> ast.Call:
     return call
 
 
-def _acts_outside(call: ast.Call) -> bool:
+def acts_outside(one: ast.stmt, namespace: dict[str, Any]) -> bool:
+    """Whether the function of a call does by its own name: ``from rich import print as say``."""
+    call: ast.Call = one.value  # type: ignore[attr-defined]
+    first, *rest = _names_of(call)
+    function = functools.reduce(lambda obj, name: getattr(obj, name, None), rest, namespace[first])
+    name = getattr(function, "__name__", None)
+    return type(name) is str and _acts_outside(call, name)
+
+
+def _acts_outside(call: ast.Call, name: str = "") -> bool:
     names = _names_of(call)
-    name = names[-1]
+    name = name or names[-1]
     # ``logger.remove()`` and ``logger.remove(0)`` remove something of the package's own.
     own = all(isinstance(one, ast.Constant) and type(one.value) is int for one in call.args)
     acts = name.startswith(_OUTSIDE) or name.endswith(_WRITING) or "distributed" in names[:-1]

@@ -18,6 +18,7 @@ import pickle
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import CodeType, FunctionType, MappingProxyType, ModuleType
@@ -60,7 +61,7 @@ from xpool._pickling.pickler import decode
 from xpool._python import at_fork, failures
 from xpool._python.hidden import is_attribute
 from xpool._python.import_hooks import when_imported
-from xpool._python.interrupt import frames_of, pass_on, uninterrupted
+from xpool._python.interrupt import by_handler, frames_of, pass_on, uninterrupted
 
 
 class _Incoming:
@@ -208,11 +209,25 @@ def _call(key: Key, data: bytes) -> None:
     try:
         function(*args, **named)
     except Exception as exc:
-        if getattr(function, "__name__", "") == CALL_OF_SCRIPT:
-            failures.note_call(exc, function)
-        raise
+        if getattr(function, "__name__", "") != CALL_OF_SCRIPT or by_handler(exc):
+            raise
+        _warn_of_call(exc, function.__code__)
     for again in after_calls:
         again()
+
+
+def _warn_of_call(exc: Exception, code: CodeType) -> None:
+    """Warn that a call of the script has failed here: in the program it has returned."""
+    line = max(line for *_, line in code.co_lines() if line)
+    hint = missing_global(exc)
+    text = (
+        "A worker could not repeat this call, which stands alone at the script's top: "
+        f"{failures.short(exc)}.{f' {hint}' if hint else ''} If workers do "
+        'not need the call, move it under `if __name__ == "__main__":`'
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # `kept` ignores them; the filters of the program follow
+        warnings.warn_explicit(text, RuntimeWarning, code.co_filename, line)
 
 
 def _take(

@@ -300,8 +300,11 @@ def _statements(code: CodeType, namespace: dict[str, Any]) -> tuple["ast.stmt", 
     names = namespace.keys() & _CALL.findall(text)  # without builtins
     roots = {name for name in names if _is_installed(name, namespace[name])}
     # Most scripts have no such call, and are not parsed.
-    found = _effect_calls().alone(code, text) if roots else ()
-    return tuple(one for root, one in found if root in roots)
+    if not roots:
+        return ()
+    effect = _effect_calls()
+    found = [one for root, one in effect.alone(code, text) if root in roots]
+    return tuple(one for one in found if not effect.acts_outside(one, namespace))
 
 
 def _effect_calls() -> Any:  # imported late, because few scripts need it, and it imports `ast`
@@ -328,10 +331,10 @@ def _is_installed(root: str, value: Any) -> bool:
 
 
 _TRACKERS = frozenset(
-    {"aim", "clearml", "comet_ml", "horovod", "mlflow"}
+    {"aim", "clearml", "comet_ml", "debugpy", "horovod", "mlflow"}
     | {"mpi4py", "neptune", "ray", "swanlab", "wandb"}
 )
-"""Packages whose calls begin a run on a server, or join other processes (`wandb.init()`)."""
+"""Packages whose calls begin a run on a server (`wandb.init()`), listen, or join processes."""
 
 
 # -- names that begin as None ----------------------------------------------------------------------
