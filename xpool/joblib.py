@@ -16,8 +16,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import mmap
 import multiprocessing
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -143,6 +145,25 @@ class _PoolBackend(ParallelBackendBase):  # type: ignore[misc]
             self.terminate()
 
 
+class _InFile:
+    """Stands for a `numpy.memmap` in a message."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __reduce__(self) -> Any:
+        one = self._array
+        mode = "r+" if one.mode == "w+" else one.mode
+        order = "C" if one.flags.c_contiguous else "F"
+        return type(one), (one.filename, one.dtype, mode, one.offset, one.shape, order)
+
+
+def _in_file(value: Any) -> Any:
+    """Return what stands for a whole file in memory, or any other value itself."""
+    mapped = type(value) is sys.modules["numpy"].memmap and type(value.base) is mmap.mmap
+    return _InFile(value) if mapped and value.filename is not None else value
+
+
 class Backend(AutoBatchingMixin, _PoolBackend):  # type: ignore[misc]
     """Runs the batches of one `joblib.Parallel` in the workers of a `Pool`.
 
@@ -175,6 +196,17 @@ class Backend(AutoBatchingMixin, _PoolBackend):  # type: ignore[misc]
                 )
             return 1
         return workers
+
+    def submit(
+        self, func: Any, callback: Callable[[_Outcome], object] | None = None
+    ) -> AsyncResult[Any]:
+        """Submit a batch; a worker maps its arguments that are files in memory, as loky's does."""
+        if "numpy" in sys.modules:
+            func.items = [
+                (call, [*map(_in_file, args)], {name: _in_file(x) for name, x in kwds.items()})
+                for call, args, kwds in func.items
+            ]
+        return super().submit(func, callback)
 
     def _take(self, workers: int, options: dict[str, Any]) -> None:
         # joblib always passes a ``context``.  This one is None unless the user has chosen it.

@@ -52,6 +52,26 @@ def test_generators(how):
     assert sorted(got) == [n * n for n in range(50)]
 
 
+def _total_into(output, rows, i):
+    output[i] = rows[i].sum()
+    return type(rows).__name__
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_results_in_a_file(tmp_path, order):
+    """A file that is an argument is mapped in the worker, as loky does; a part of one is copied."""
+    np = pytest.importorskip("numpy")
+    rows = np.memmap(tmp_path / "rows", float, "w+", 16, (10, 4), order)
+    rows[:] = np.arange(40).reshape(10, 4)
+    output = np.memmap(tmp_path / "out", float, "w+", 0, 10)
+    kinds = joblib.Parallel(n_jobs=2)(
+        delayed(_total_into)(output, rows=rows, i=i) for i in range(10)
+    )
+    assert output.tolist() == rows.sum(1).tolist()
+    assert set(kinds) == {"memmap"}
+    assert joblib.Parallel(n_jobs=2)(delayed(len)(rows[1:]) for _ in range(2)) == [9, 9]
+
+
 def test_an_error_stops_the_call_and_leaves_the_workers():
     """A function's exception is raised. The next call uses the same workers."""
     before = set(joblib.Parallel()(delayed(os.getpid)() for _ in range(20)))
