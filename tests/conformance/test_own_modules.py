@@ -672,6 +672,39 @@ def test_a_method_that_has_the_name_of_a_class_of_another_module(tmp_path):
     assert out == "True patched new patched same usual usual"
 
 
+NAMED = """
+    import own
+    from xpool import Pool
+
+    def task(n):
+        return own.Job().odd, own.Point(n)
+
+    if __name__ == "__main__":
+        with Pool(1) as pool:
+            print(pool.apply(task, (3,)))
+"""
+OWN = """
+    from typing import NamedTuple
+
+    class Odd:
+        def __init__(self):
+            self.rest = (one for one in "")  # cannot be pickled
+        def __get__(self, obj, kind=None):
+            return "odd"
+
+    class Job:
+        odd = Odd()
+
+    class Point(NamedTuple):
+        x: int
+"""
+
+
+def test_a_named_tuple_in_an_own_module(tmp_path):
+    """Methods of a `NamedTuple` are made inside of a function, and its module is imported."""
+    assert run(tmp_path, NAMED, own=OWN) == "('odd', Point(x=3))"
+
+
 UNDONE = """
     import functools, sys
     import jobs

@@ -463,7 +463,7 @@ def _data_of(cls: type) -> frozenset[str]:
 def is_made_again(cls: type) -> bool:
     """Whether a function of the module has made a class, with a ``global`` statement."""
     return any(
-        one.__qualname__ == path
+        (one.__module__, one.__qualname__) == (cls.__module__, path)  # not of a `NamedTuple`
         and one.__code__.co_filename[:1] != "<"
         and is_made_in_function(one)
         for path, _, one in methods(cls)
