@@ -277,6 +277,7 @@ def test_kept_servers():
 @pytest.mark.xpool_only
 def test_forks_of_this_process():
     """The pipe by which the arena sees the end of a forked process is no leak."""
+    pytest.importorskip("numpy", reason="numpy is not installed")
     run_ok(
         ["-"],
         """
