@@ -213,7 +213,7 @@ class Relay:
         shown_here = self._shown.setdefault(filename, {})
         if len(shown_here) >= _MOST_SHOWN:
             shown_here.clear()
-        where = shown.where or None
+        where = shown.where or filename.removesuffix(".py")  # as Python does; not None
         try:
             warnings.warn_explicit(message, category, filename, shown.lineno, where, shown_here)
         except Warning as error:  # the filters made it an error, which nobody catches
