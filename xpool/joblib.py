@@ -153,15 +153,18 @@ class _InFile:
 
     def __reduce__(self) -> Any:
         one = self._array
-        mode = "r+" if one.mode == "w+" else one.mode
+        mode = "r+" if one.flags.writeable else "r"
         order = "C" if one.flags.c_contiguous else "F"
         return type(one), (one.filename, one.dtype, mode, one.offset, one.shape, order)
 
 
-def _in_file(value: Any) -> Any:
-    """Return what stands for a whole file in memory, or any other value itself."""
-    mapped = type(value) is sys.modules["numpy"].memmap and type(value.base) is mmap.mmap
-    return _InFile(value) if mapped and value.filename is not None else value
+def _is_file(array: Any) -> bool:
+    """Whether this `numpy.memmap` is a whole file, which a worker finds by its name."""
+    if type(array.base) is not mmap.mmap or array.mode == "c" or array.filename is None:
+        return False
+    with contextlib.suppress(OSError):
+        return bool(os.path.getsize(array.filename) >= array.offset + array.nbytes)
+    return False  # it was removed
 
 
 class Backend(AutoBatchingMixin, _PoolBackend):  # type: ignore[misc]
@@ -201,9 +204,20 @@ class Backend(AutoBatchingMixin, _PoolBackend):  # type: ignore[misc]
         self, func: Any, callback: Callable[[_Outcome], object] | None = None
     ) -> AsyncResult[Any]:
         """Submit a batch; a worker maps its arguments that are files in memory, as loky's does."""
-        if "numpy" in sys.modules:
+        memmap = getattr(sys.modules.get("numpy"), "memmap", None)
+        if memmap is not None and self.backend_kwargs.get("hosts") is None:
+            # The same one for an array that several calls have: the worker maps the file once.
+            found: dict[int, Any] = {}
+
+            def sent(value: Any) -> Any:
+                if type(value) is not memmap:
+                    return value
+                if id(value) not in found:
+                    found[id(value)] = _InFile(value) if _is_file(value) else value
+                return found[id(value)]
+
             func.items = [
-                (call, [*map(_in_file, args)], {name: _in_file(x) for name, x in kwds.items()})
+                (call, [*map(sent, args)], {name: sent(one) for name, one in kwds.items()})
                 for call, args, kwds in func.items
             ]
         return super().submit(func, callback)

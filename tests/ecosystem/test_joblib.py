@@ -52,6 +52,10 @@ def test_generators(how):
     assert sorted(got) == [n * n for n in range(50)]
 
 
+def _sum(array):
+    return float(array.sum())
+
+
 def _total_into(output, rows, i):
     output[i] = rows[i].sum()
     return type(rows).__name__
@@ -70,6 +74,26 @@ def test_results_in_a_file(tmp_path, order):
     assert output.tolist() == rows.sum(1).tolist()
     assert set(kinds) == {"memmap"}
     assert joblib.Parallel(n_jobs=2)(delayed(len)(rows[1:]) for _ in range(2)) == [9, 9]
+    own = np.memmap(tmp_path / "rows", float, "c", 16, (10, 4), order)
+    own[0] = 9
+    (tmp_path / "rows").unlink()
+    for array in own, rows:
+        total = float(array.sum())
+        assert joblib.Parallel(n_jobs=2)(delayed(_sum)(array) for _ in range(2)) == [total] * 2
+
+
+def _descriptors(same, also):
+    assert same is also
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_file_that_many_calls_have(tmp_path):
+    """The worker maps it once for all calls of a batch."""
+    np = pytest.importorskip("numpy")
+    array = np.memmap(tmp_path / "file", float, "w+", 0, 10)
+    calls = (delayed(_descriptors)(array, array) for _ in range(400))
+    found = joblib.Parallel(n_jobs=2, batch_size=200)(calls)
+    assert max(found) - min(found) < 100
 
 
 def test_an_error_stops_the_call_and_leaves_the_workers():

@@ -78,15 +78,17 @@ def _log_events(x):
     logger.info({"event": "done", "n": x, "path": Path("/x"), 3: [b"y"]})
     logger.info({"%d": 1}, x)
     logger.info(["no", "dict"])
+    logger.info(dict.fromkeys(range(2000)))
 
 
 def test_events_arrive(kept):
     """A message that is a dict arrives as one, with texts for values that are no plain data."""
     _run(_log_events, 5)
-    event, filled, text = kept
+    event, filled, text, large = kept
     assert event.msg == {"event": "done", "n": 5, "path": "PosixPath('/x')", 3: [b"y"]}
     assert (filled.msg, text.msg) == ("{'5': 1}", "['no', 'dict']")
     assert event.args == filled.args == text.args == ()
+    assert large.msg.startswith("{0: None, 1: None")
 
 
 def _log_from_thread(x):
@@ -348,6 +350,20 @@ def test_warnings_come_as_often_as_the_filters_say(action, times):
         _run(_warn, *range(6))
     assert [str(one.message) for one in seen] == ["take care"] * times
     assert {(one.category, one.filename) for one in seen} == {(UserWarning, __file__)}
+
+
+def _warn_elsewhere(_):
+    warnings.warn_explicit("of a library", UserWarning, "lib.py", 3)
+    warnings.warn("too high", stacklevel=99)
+
+
+def test_warnings_of_no_frame():
+    """The program shows them by the names of their files."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", module="lib|sys")
+        _run(_warn_elsewhere, 1)
+    assert [str(one.message) for one in seen] == ["of a library", "too high"]
 
 
 SHOWS = """

@@ -449,9 +449,10 @@ class ProcessLauncher:
         with descriptors.no_fork:
             ours, theirs = self._context.Pipe(duplex=True)
             descriptors.owned(ours.fileno())
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ()) if self.forks else None
         with boot, theirs:
             process: Any = self._context.Process(  # type: ignore[attr-defined]
-                target=_enter_through, args=(theirs, inherited), name=name, daemon=daemon
+                target=_enter_through, args=(theirs, inherited, mask), name=name, daemon=daemon
             )
             spare_in_children(process)
             try:
@@ -471,8 +472,8 @@ class ProcessLauncher:
     def _start(self, process: Any) -> None:
         if self._method == "spawn":
             _resource_tracker().ensure_running()  # otherwise `start` does it, and unblocks SIGINT
-        # A fork has the handlers of the program until `entry.set_handlers`.
-        with starting.blocked(signal.valid_signals() if self.forks else [signal.SIGINT]):
+        # A fork has the handlers of the program until `entry.drop_handlers`.
+        with starting.blocked(_OF_HANDLERS if self.forks else [signal.SIGINT]):
             process.start()
 
 
@@ -507,17 +508,28 @@ def _without_script(without: bool) -> Iterator[None]:
 
 
 @interruptible  # a fork's stack begins with frames of its parent, some of which are shielded
-def _enter_through(connection: Any, inherited: Any) -> None:
+def _enter_through(connection: Any, inherited: Any, mask: Any) -> None:
+    """Run a worker.  ``mask``: the signals to block, if this is a fork of the program."""
     if pending:
         deliver()
     with descriptors.on_copy(connection.fileno()) as sock:
         connection.close()
         _, fds, _ = descriptors.receive(sock, 1, 1)
-    entry.set_handlers()
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    if mask is not None:
+        entry.drop_handlers()
+    entry.ignore_interrupts()
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     # `fds` is empty if the parent ended before it sent them.
     if fds and (code := entry.main(fds[0], inherited)):
         sys.exit(code)
+
+
+_OF_HANDLERS = signal.valid_signals() - {
+    signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT,
+}  # fmt: skip
+"""All signals but those of faults, which `faulthandler` reports."""
 
 
 class Process:

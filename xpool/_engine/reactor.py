@@ -179,7 +179,7 @@ class Reactor:
             handler(fd)
 
     def close(self) -> None:
-        """Close all descriptors."""
+        """Close all descriptors.  Called by the thread that polls, or when it has ended."""
         if not self.closed:
             self.closed = True
             # Breaks a cycle: timers refer to parts of the engine, which refer to the reactor.

@@ -39,8 +39,8 @@ MOST_WAITING = 256
 MOST_DROPPED = 2**40
 """The largest number of dropped notices that a worker may report."""
 
-_MOST_SHOWN = 1000
-"""Most files, and most warnings of each, that are remembered as shown."""
+_MOST_SHOWN = 1 << 20
+"""Most characters of warnings that are remembered as shown."""
 
 _SOURCE_BYTES = 4 << 20
 """Size in bytes of the largest source file from which a warning shows its line."""
@@ -81,6 +81,7 @@ class Relay:
         self._thread: threading.Thread | None = None
         self._handled = 0
         self._shown: dict[str, dict[Any, Any]] = {}  # by file, as `__warningregistry__`
+        self._shown_size = 0
 
     def pair(self, worker: int, box: Outbox) -> tuple[LogSocket, int]:
         """Return the two ends of a socket for one worker: the parent's, and the worker's."""
@@ -208,12 +209,12 @@ class Relay:
         message = shown.message()
         category, filename = type(message), _readable(shown.filename)
         # As Python remembers for a module what it has shown: by text, class and line.
-        if len(self._shown) >= _MOST_SHOWN:
-            self._shown.clear()
         shown_here = self._shown.setdefault(filename, {})
-        if len(shown_here) >= _MOST_SHOWN:
-            shown_here.clear()
-        where = shown.where or filename.removesuffix(".py")  # as Python does; not None
+        if (shown.text, category, shown.lineno) not in shown_here:
+            self._shown_size += len(shown.text) + len(filename) + 100
+            if self._shown_size > _MOST_SHOWN:
+                self._shown, self._shown_size, shown_here = {}, 0, {}
+        where = shown.where or filename.removesuffix(".py") or "<unknown>"  # as Python does
         try:
             warnings.warn_explicit(message, category, filename, shown.lineno, where, shown_here)
         except Warning as error:  # the filters made it an error, which nobody catches

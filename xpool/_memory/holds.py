@@ -99,7 +99,7 @@ class Region:
             if index is None:
                 return None
         if self._spare > _WARM:
-            self.give_back(float("-inf"))  # only what is above `_WARM`
+            self.give_back(float("-inf"))  # only what is above its limit
         self._young.append(index)
         if len(self._young) > _YOUNG:
             self._old.append(self._young.pop(0))
@@ -215,7 +215,7 @@ class Region:
         self._bare[capacity].append(index)
 
     def give_back(self, before: float) -> bool:
-        """Give back the memory of blocks that are free since ``before``, and memory above `_WARM`.
+        """Give back the memory of blocks that are free since ``before``, and memory above a limit.
 
         Returns True if it has stopped after `_AT_ONCE` blocks and must be called again.
         """

@@ -51,17 +51,20 @@ def pack(kind: str, fields: Mapping[str, Any]) -> bytes:
         if len(data) <= LARGEST:
             return data
         most //= 4
-    # The record has thousands of extra fields, so leave these out.
+    # The record has thousands of extra fields, so leave these out; or its message has.
     left_out = [name for name in fields if name not in _FIELDS]
     rest = {name: value for name, value in fields.items() if name in _FIELDS}
-    note = f" [xpool left out {len(left_out)} extra fields: they are too large]"
+    note = f" [xpool left out {len(left_out)} extra fields: they are too large]" if left_out else ""
     rest["msg"] = _cut(str(rest.get("msg")), 1024) + note
     return _packed(kind, rest, 1024)
 
 
 def _packed(kind: str, fields: Mapping[str, Any], most: int) -> bytes:
     plain = {name: _plain(value, most) for name, value in fields.items() if type(name) is str}
-    if type(msg := fields.get("msg")) is dict:  # each value arrives, as plain data or as its repr
+    msg = fields.get("msg")
+    if (
+        type(msg) is dict and len(msg) <= MOST_ITEMS
+    ):  # each value arrives, as plain data or as its repr
         pairs = [[_plain(key, most), _plain(one, most)] for key, one in msg.items()]
         plain["msg"] = {"dict": pairs}
     import json  # late: few workers log

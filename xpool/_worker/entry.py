@@ -111,17 +111,18 @@ def _read_config(tasks: int) -> dict[str, Any]:
     return pickle.loads(_read(tasks, _HEAD.unpack(head)[2]))  # type: ignore[no-any-return]
 
 
-def set_handlers() -> None:
-    """Give all signals the handlers of a worker.
+def drop_handlers() -> None:
+    """Let go of the program's signal handlers, which this process, a fork of it, has.
 
-    A fork of the program has the program's: a signal to the worker would run its cleanup here, and
-    stop its event loop, because Python writes the signal into the loop's wakeup descriptor.
+    A signal to the worker would run the program's cleanup here, and stop its event loop, because
+    Python writes the signal into the loop's wakeup descriptor.
     """
     signal.set_wakeup_fd(-1)
+    for timer in signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF:
+        signal.setitimer(timer, 0)  # a profiler's hook may have set it in this fork
     for signum in signal.valid_signals():
         if callable(signal.getsignal(signum)):
             signal.signal(signum, signal.SIG_DFL)
-    ignore_interrupts()
 
 
 def ignore_interrupts() -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from xpool._pickling.by_value.origin import name_of
 from xpool._pickling.by_value.registered_calls import CALL_OF_SCRIPT
+from xpool._python.interrupt import pass_on
 
 _future: Any = import_module("__future__")  # an import statement of it is a directive elsewhere
 _FUTURE = sum(getattr(_future, name).compiler_flag for name in _future.all_feature_names)
@@ -120,8 +121,11 @@ def acts_outside(one: ast.stmt, namespace: dict[str, Any]) -> bool:
     """Whether the function of a call does by its own name: ``from rich import print as say``."""
     call: ast.Call = one.value  # type: ignore[attr-defined]
     first, *rest = _names_of(call)
-    function = functools.reduce(lambda obj, name: getattr(obj, name, None), rest, namespace[first])
-    name = getattr(function, "__name__", None)
+    try:
+        name = functools.reduce(getattr, [*rest, "__name__"], namespace.get(first))
+    except Exception as exc:  # a method of an object that is gone, or has no name
+        pass_on(exc)
+        return False
     return type(name) is str and _acts_outside(call, name)
 
 

@@ -225,9 +225,8 @@ def _warn_of_call(exc: Exception, code: CodeType) -> None:
         f"{failures.short(exc)}.{f' {hint}' if hint else ''} If workers do "
         'not need the call, move it under `if __name__ == "__main__":`'
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")  # `kept` ignores them; the filters of the program follow
-        warnings.warn_explicit(text, RuntimeWarning, code.co_filename, line)
+    # Not filtered here, where `settings.kept` ignores all warnings, but in the program.
+    warnings.showwarning(RuntimeWarning(text), RuntimeWarning, code.co_filename, line)
 
 
 def _take(

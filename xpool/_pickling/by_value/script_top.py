@@ -72,7 +72,7 @@ class _Known(NamedTuple):
     sizes: tuple[int, int] = (0, 0)  # the sizes of `sys.modules` and of the namespace
     statements: tuple["ast.stmt", ...] = ()  # the calls that stand alone
     ended: int = 0  # how many of these calls have ended
-    calls: dict["ast.stmt", "Call"] = {}
+    calls: dict["ast.stmt", "Call | None"] = {}  # None: it acts outside of the process
     others: frozenset[tuple[str, str]] = frozenset()  # attributes that the program's modules assign
     top: Top = Top()
 
@@ -152,8 +152,10 @@ def _top_of_main() -> Top:
     ended, calls = _ended(statements, line), {**last.calls}
     for one in statements[:ended]:
         if one not in calls:
-            calls[one] = _effect_calls().call(code, namespace, one, _WITHOUT_EFFECT)
-    top = Top(imports, tuple(calls.values()), _nones(code), tuple(sorted(assigned)))
+            effect = _effect_calls()
+            outside = effect.acts_outside(one, namespace)
+            calls[one] = None if outside else effect.call(code, namespace, one, _WITHOUT_EFFECT)
+    top = Top(imports, tuple(filter(None, calls.values())), _nones(code), tuple(sorted(assigned)))
     _last = _Known(namespace, code, whole, sizes, statements, ended, calls, others, top)
     return top
 
@@ -302,9 +304,7 @@ def _statements(code: CodeType, namespace: dict[str, Any]) -> tuple["ast.stmt", 
     # Most scripts have no such call, and are not parsed.
     if not roots:
         return ()
-    effect = _effect_calls()
-    found = [one for root, one in effect.alone(code, text) if root in roots]
-    return tuple(one for one in found if not effect.acts_outside(one, namespace))
+    return tuple(one for root, one in _effect_calls().alone(code, text) if root in roots)
 
 
 def _effect_calls() -> Any:  # imported late, because few scripts need it, and it imports `ast`
