@@ -205,7 +205,8 @@ class Backend(AutoBatchingMixin, _PoolBackend):  # type: ignore[misc]
     ) -> AsyncResult[Any]:
         """Submit a batch; a worker maps its arguments that are files in memory, as loky's does."""
         memmap = getattr(sys.modules.get("numpy"), "memmap", None)
-        if memmap is not None and self.backend_kwargs.get("hosts") is None:
+        pool: Any = self._pool  # another host may not have the file
+        if memmap is not None and pool is not None and pool._options.hosts is None:
             # The same one for an array that several calls have: the worker maps the file once.
             found: dict[int, Any] = {}
 
