@@ -6,7 +6,9 @@ import importlib
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
 import pytest
 
@@ -18,8 +20,15 @@ from support.tiers import also
 from support.work import kill_oneself
 
 from xpool import TimeoutError, WorkerDied
-from xpool.distributed import CollectiveGroup, GroupError, GroupTimeout, PeerLost, World, join
-from xpool.errors import OptionError
+from xpool.distributed import (
+    CollectiveGroup,
+    GroupError,
+    GroupTimeout,
+    PeerLost,
+    World,
+    get_world,
+    join,
+)
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 
@@ -365,8 +374,6 @@ STAGES = [
 
 
 def dies_while_joining(rank: int, address: str, stage: str, later: str) -> tuple[str, str, float]:
-    from xpool.distributed import get_world
-
     if rank == 1:
         where, _, name = stage.rpartition(".")
         setattr(importlib.import_module(where), name, kill_oneself)
@@ -377,11 +384,10 @@ def dies_while_joining(rank: int, address: str, stage: str, later: str) -> tuple
         error = ""
     except GroupError as exc:
         error = str(exc)
+    if rank == 1:
+        kill_oneself()  # it has given up before the stage, as another rank was late
     assert get_world() is None
     total = torch.ones(1)
-    if rank == 2 and stage != STAGES[0]:
-        with pytest.raises(OptionError, match="was rank 2 .* torch lets it have no other"):
-            World("w2", 1, 2)
     with World(f"w{rank}", rank // 2, 2, init_rpc=False, dist_init_method=later) as world:
         world.create_collective_group([0, 1]).all_reduce(total)
         names = ", ".join(world.get_members())
@@ -395,9 +401,54 @@ def test_death_while_joining(ranks: Ranks, stage: str):
     later = ranks.address()
     outcomes = ranks.run(3, dies_while_joining, ranks.address(), stage, later)
     assert isinstance(outcomes[1], WorkerDied)
-    for error, names, total in (outcomes[0], outcomes[2]):
+    for outcome in (outcomes[0], outcomes[2]):
+        if isinstance(outcome, Exception):
+            raise outcome
+        error, names, total = outcome
         assert error
         assert (names, total) == ("w0, w2", 2)
+
+
+PAUSES = [
+    "before torch.distributed.all_gather_object",
+    "after torch.distributed.rpc.TensorPipeAgent",
+]
+
+
+def pauses_while_joining(rank: int, address: str, pause: str, later: str) -> tuple[str, float]:
+    """Rank 2 pauses in torch's `init_rpc` until the others have given up."""
+    over = [Path(f"{urlparse(address).path}.over.{number}") for number in range(2)]
+    if rank == 2:
+        when, what = pause.split()
+        where, _, name = what.rpartition(".")
+        module = importlib.import_module(where)
+        function = getattr(module, name)
+
+        def pausing(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs) if when == "after" else None
+            while not all(file.exists() for file in over):
+                time.sleep(0.01)
+            return result or function(*args, **kwargs)
+
+        setattr(module, name, pausing)
+    with pytest.raises(GroupError) as raised:
+        World(f"w{rank}", rank, 3, dist_init_method=address, dist_timeout=2, rpc_timeout=2)
+    if rank < 2:
+        over[rank].touch()
+    assert get_world() is None
+    total = torch.ones(1)
+    with World(f"w{rank}", rank, 3, init_rpc=False, dist_init_method=later) as world:
+        world.create_collective_group([0, 1, 2]).all_reduce(total)
+    return type(raised.value).__name__, total.item()
+
+
+@pytest.mark.parametrize("pause", [PAUSES[0], *also(*PAUSES[1:])])
+def test_pause_while_joining(ranks: Ranks, pause: str):
+    """If a rank pauses while joining, the others give up in time, and all may join again."""
+    address, later = ranks.address(), ranks.address()
+    outcomes = ranks.run(3, pauses_while_joining, address, pause, later)
+    assert outcomes[:2] == [("GroupTimeout", 3)] * 2
+    assert outcomes[2] in [("GroupTimeout", 3), ("PeerLost", 3)]
 
 
 def joins_a_newcomer(rank: int, address: str, later: str) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import re
-import resource
 import sys
 import threading
 import time
@@ -160,8 +159,8 @@ class World:
                     store=dist.PrefixStore("dist", self._store),
                 )
             if self.has_rpc:
-                self._running.append("rpc")
                 start_agent(self.name, *place, rpc_store, earlier, limit, self.rpc_timeout)
+                self._running.append("rpc")
                 # Watched before the meeting, so that a death ends the meeting.
                 watch(self.peers, limit)
                 # No rank may use the world, or leave it, while others still connect.
@@ -589,7 +588,7 @@ def in_group(generation: int) -> Iterator[None]:
 
 # -- torch's RPC agent -----------------------------------------------------------------------------
 # A process can start an agent after it has ended another one.  For this, the functions work around
-# six properties of torch's RPC, and set private names of torch, except those that torch's version
+# seven properties of torch's RPC, and set private names of torch, except those that torch's version
 # lacks.
 #
 # * The ranks meet through a process group with a timeout of half an hour, which no option changes.
@@ -597,10 +596,12 @@ def in_group(generation: int) -> Iterator[None]:
 #   address.
 # * It numbers meetings by counters of the process, and a replacement process would count from 0.
 # * A process can only ever have one rank.  So another rank is refused early.
-# * The agent opens 57 descriptors for each connected rank, so 16 ranks reach the usual limit.
+# * TensorPipe's transport "shm" keeps a lock in shared memory for each rank.  A rank that is killed
+#   while it holds the lock of another stops all others that write there, for ever.  So it is left
+#   out, and also the channel "mpt_uv", which opens many connections to each rank.
 # * Its shutdown waits for the functions that others have called here, even if they run for hours.
+# * An agent whose start has failed is there, but its calls have no timeout.  So it calls nobody.
 
-DESCRIPTORS = 60  # about as many as TensorPipe opens for each connected rank
 SHUTDOWN_SECONDS = 10
 
 _agents_rank: int | None = None  # the rank of this process; None before its first agent
@@ -646,7 +647,10 @@ def start_agent(
     # Set before torch is called, because torch keeps the rank even if the start fails.
     _agents_rank = rank
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"{_SCHEME}://", rpc_timeout=rpc_timeout, **_transports(world_size)
+        init_method=f"{_SCHEME}://",
+        rpc_timeout=rpc_timeout,
+        _transports=["ibv", "uv"],
+        _channels=["cma", "basic"],
     )
     rpc._init_counter = earlier  # torch's prefix in the store contains it
     for counts in ("_all_gather_sequence_id", "_all_gather_sequence_id_to_states"):
@@ -660,17 +664,15 @@ def start_agent(
         _offered = store, rank, world_size
         try:
             rpc.init_rpc(name, rpc.BackendType.TENSORPIPE, rank, world_size, options)
+        except BaseException as exc:
+            shut_down_agent(graceful=False)
+            # In its report of an error, torch looks for a group that it has not registered.
+            if isinstance(exc, ValueError) and isinstance(exc.__context__, RuntimeError):
+                raise exc.__context__ from None
+            raise
         finally:
             constants.DEFAULT_PROCESS_GROUP_TIMEOUT = limit
             _offered = None
-
-
-def _transports(world_size: int) -> dict[str, Any]:
-    """Return options for TensorPipe with fewer transports if all need too many descriptors."""
-    room, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # at the soft limit, open(2) fails
-    if room == resource.RLIM_INFINITY or (world_size + 4) * DESCRIPTORS < room:
-        return {}
-    return {"_transports": ["uv"], "_channels": ["basic"]}  # 7 to 9 descriptors for each rank
 
 
 def shut_down_agent(graceful: bool) -> None:
