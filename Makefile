@@ -100,7 +100,8 @@ SOME = tests/layout tests/pickle tests/cpython tests/faults/test_alarms.py \
 	$(foreach name,exits insides server task_queue tracker,tests/workers/test_$(name).py) \
 	tests/conformance/test_apply.py tests/conformance/test_scripts.py \
 	tests/differential/test_shapes.py
-MORE = tests/conformance tests/hooks tests/engine tests/queue
+MORE = tests/conformance tests/hooks tests/engine tests/queue \
+	tests/differential/test_generated_scripts.py
 PYTHONS ?= $(shell "$(PYTHON)" tests/support/pythons.py)
 
 cores:

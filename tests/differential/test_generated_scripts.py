@@ -100,8 +100,9 @@ def test_faults_are_found_and_shortened(kind, tmp_path):
 
 def check(command, one, folder):
     """Fail with the shortest script if a script has a fault."""
-    if "import numpy" in one.text():
-        pytest.importorskip("numpy", reason="the script imports numpy, which is not installed")
+    for name in ("numpy", "torch"):
+        if f"import {name}" in one.text():
+            pytest.importorskip(name, reason=f"the script imports {name}, which is not installed")
     verdicts, _ = judged(one, folder)
     found = [verdict for verdict in verdicts if verdict.is_fault]
     if found:

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch", reason="xpool.distributed needs torch")
 
 import torch
-from support.ranks import Ranks, in_world
+from support.ranks import Ranks, good, in_world
 from support.tiers import also
 from support.work import kill_oneself
 
@@ -401,10 +401,7 @@ def test_death_while_joining(ranks: Ranks, stage: str):
     later = ranks.address()
     outcomes = ranks.run(3, dies_while_joining, ranks.address(), stage, later)
     assert isinstance(outcomes[1], WorkerDied)
-    for outcome in (outcomes[0], outcomes[2]):
-        if isinstance(outcome, Exception):
-            raise outcome
-        error, names, total = outcome
+    for error, names, total in good([outcomes[0], outcomes[2]]):
         assert error
         assert (names, total) == ("w0, w2", 2)
 
@@ -446,9 +443,10 @@ def pauses_while_joining(rank: int, address: str, pause: str, later: str) -> tup
 def test_pause_while_joining(ranks: Ranks, pause: str):
     """If a rank pauses while joining, the others give up in time, and all may join again."""
     address, later = ranks.address(), ranks.address()
-    outcomes = ranks.run(3, pauses_while_joining, address, pause, later)
-    assert outcomes[:2] == [("GroupTimeout", 3)] * 2
-    assert outcomes[2] in [("GroupTimeout", 3), ("PeerLost", 3)]
+    outcomes = good(ranks.run(3, pauses_while_joining, address, pause, later))
+    for error, total in outcomes:
+        assert error in ("GroupTimeout", "PeerLost")  # PeerLost if another has given up before
+        assert total == 3
 
 
 def joins_a_newcomer(rank: int, address: str, later: str) -> float:

@@ -44,11 +44,7 @@ class Ranks:
 
     def good_world(self, n: int, body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """Like `world`, but raise the first error."""
-        outcomes = self.world(n, body, *args, **options)
-        for outcome in outcomes:
-            if isinstance(outcome, Exception):
-                raise outcome
-        return outcomes
+        return good(self.world(n, body, *args, **options))
 
     def good_bodies(self, n: int, *bodies: Callable[..., Any]) -> None:
         """Run each ``body(world)`` in one world of n; raise the first error, whose traceback names
@@ -61,6 +57,14 @@ class Ranks:
             pool = self.pools.pop()
             pool.terminate()
             pool.join()
+
+
+def good(outcomes: list[Any]) -> list[Any]:
+    """Return what ranks returned; raise the first error, a timeout only if there is no other."""
+    errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, TimeoutError))
+    return outcomes
 
 
 def in_world(
