@@ -228,7 +228,7 @@ class Book:
         for group, places in self._compared.if_used:
             if used.isdisjoint(group.keys) or group.keys in self._made:
                 continue
-            begun = time.thread_time()  # not counted: the time of other threads and programs
+            begun = time.perf_counter()
             values = [holder.get(name) for holder, name in places]
             written, why = attempt(write_values, group.keys, values, self._named, self._maps, True)
             if group.kind == Kind.PLACED:
@@ -237,7 +237,7 @@ class Book:
             else:
                 about, same = "which cannot be sent", why == group.data
             if same:
-                checks.took(group.keys[0], about, time.thread_time() - begun)
+                checks.took(group.keys[0], about, time.perf_counter() - begun)
             else:
                 equal = False
                 for key in group.keys:
