@@ -365,6 +365,8 @@ def sleeps(world: World) -> None:
     signal.pause()
 
 
+# Replaced by MonkeyPatch: a task with an assignment to them, or with a `setattr` of a name that it
+# computes, would carry globals of other tests, and theirs this one, to workers without torch.
 STAGES = [
     "torch.distributed.init_process_group",
     "torch.distributed.rpc.init_rpc",
@@ -382,8 +384,8 @@ def dies_while_joining(rank: int, address: str, stage: str, later: str) -> tuple
         error = ""
     except GroupError as exc:
         error = str(exc)
-    if rank == 1:
-        kill_oneself()  # it has given up before the stage, as another rank was late
+        if rank == 1:
+            kill_oneself()  # it has given up before the stage, as another rank was late
     assert get_world() is None
     total = torch.ones(1)
     with World(f"w{rank}", rank // 2, 2, init_rpc=False, dist_init_method=later) as world:
@@ -412,10 +414,8 @@ def pauses_while_joining(rank: int, address: str, pause: str, later: str) -> tup
         while not all(file.exists() for file in over):
             time.sleep(0.01)
 
-    exchange, make_agent = (
-        torch.distributed.all_gather_object,
-        torch.distributed.rpc.TensorPipeAgent,
-    )
+    exchange = torch.distributed.all_gather_object
+    make_agent = torch.distributed.rpc.TensorPipeAgent
 
     def exchange_late(*args: Any, **kwargs: Any) -> None:
         wait_for_others()
@@ -428,7 +428,6 @@ def pauses_while_joining(rank: int, address: str, pause: str, later: str) -> tup
 
     if rank == 2:
         late = exchange_late if pause == "all_gather_object" else start_late
-        # An assignment would go with each message of other tests, to workers without torch.
         pytest.MonkeyPatch().setattr(f"torch.distributed.{pause}", late)
     with pytest.raises(GroupError) as raised:
         World(f"w{rank}", rank, 3, dist_init_method=address, dist_timeout=2, rpc_timeout=2)
@@ -454,8 +453,7 @@ def test_pause_while_joining(ranks: Ranks, pause: str):
 def joins_a_newcomer(rank: int, address: str, later: str) -> float:
     """Rank 0 fails to join one world, then joins the next with a new process."""
     if rank == 1:
-        # An assignment would go with each message of other tests, to workers without torch.
-        vars(torch.distributed).update(init_process_group=kill_oneself)
+        pytest.MonkeyPatch().setattr(STAGES[0], kill_oneself)
     if rank < 2:
         with pytest.raises(GroupTimeout):
             World(f"w{rank}", rank, 2, init_rpc=False, dist_init_method=address, dist_timeout=1)

@@ -199,7 +199,7 @@ def test_one_world_after_another(ranks: Ranks, place: str):
     assert ranks.run(2, twice, addresses) == [[2, 2]] * 2
 
 
-def with_few_descriptors(world: World) -> tuple[float, int]:
+def counts_descriptors(world: World) -> tuple[float, int]:
     total = both_kinds(world)
     world.create_rpc_group("again", world.get_members()).barrier()
     return total, len(os.listdir("/proc/self/fd"))
@@ -207,7 +207,7 @@ def with_few_descriptors(world: World) -> tuple[float, int]:
 
 def test_few_descriptors(ranks: Ranks):
     """A world needs few descriptors."""
-    for total, descriptors in ranks.good_world(5, with_few_descriptors):
+    for total, descriptors in ranks.good_world(5, counts_descriptors):
         assert total == 10
         assert descriptors < 100
 

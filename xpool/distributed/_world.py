@@ -638,7 +638,7 @@ def start_agent(
     timeout: float,
     rpc_timeout: float,
 ) -> None:
-    """Start the agent.  Return when all ranks have started theirs.
+    """Start the agent.  Return when all ranks have started theirs.  If this fails, none is left.
 
     ``earlier`` is the number of worlds that have used this store, ``timeout`` the seconds in which
     all ranks must start, ``rpc_timeout`` the default timeout of later calls, in seconds.
